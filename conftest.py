@@ -461,6 +461,30 @@ def stop_process() -> Callable[[int], contextlib.AbstractContextManager[Callable
 
 
 @pytest.fixture(scope="session")
+def agent_pids() -> Callable[..., list[int]]:
+    """Return a function that returns the processes of the node agents of this cluster, or those of some nodes."""
+
+    def find(*node_ids: str) -> list[int]:
+        import psutil
+        import ray
+
+        wanted = {f"--node_id={one}" for one in node_ids or [row["NodeID"] for row in ray.nodes()]}
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if process.name() == "raylet" and wanted.intersection(process.cmdline()):
+                    found += [one for one in process.children() if one.status() != psutil.STATUS_ZOMBIE]
+        pids = []
+        for child in found:
+            with contextlib.suppress(psutil.Error):
+                if " ".join(child.cmdline()).startswith("ray::NodeAgent"):
+                    pids.append(child.pid)
+        return sorted(pids)
+
+    return find
+
+
+@pytest.fixture(scope="session")
 def in_container() -> Callable[..., list[str]]:
     """Return a function that returns a command which runs another one in a pid namespace of its own."""
     prefix = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -26,7 +26,7 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard
 from fairlead_workergroup._calls.plan import Mesh, plan_call
-from fairlead_workergroup._calls.sender import make_requests, store_columns
+from fairlead_workergroup._calls.requests import make_requests, store_columns
 from fairlead_workergroup._membership.model import Member, Started
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._observe.observer import Observer
@@ -118,8 +118,8 @@ def _call_rows(sharding: NamedSharding, members: Sequence[Member]) -> Iterator[R
 
     def call() -> None:
         plan = plan_call(mesh, collect=("dp",))
-        batch = plan.column("batch", Shard(pieces, "dp"))
-        rate = {"lr": plan.column("lr", 0.1)}
+        batch = plan.column(Shard(pieces, "dp"))
+        rate = {"lr": plan.column(0.1)}
         with patch.object(ray, "put", lambda value: value):
             columns = store_columns(method, [batch], rate, Arguments())
         requests = make_requests(method, plan, columns, list(rate))

@@ -22,12 +22,14 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement import NodeAgent, RayVirtualCluster, init_ray
+from fairlead_placement import RayVirtualCluster, init_ray
+from fairlead_placement.extension import run_on_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
 from fairlead_workergroup._calls.plan import Mesh, _piece_index, make_plan, plan_call
-from fairlead_workergroup._calls.sender import make_requests, store_columns
+from fairlead_workergroup._calls.requests import make_requests, store_columns
 from fairlead_workergroup._membership.model import WorkerProcess
+from fairlead_workergroup._observe import query
 from fairlead_workergroup._observe.query import ask_nodes
 from fairlead_workergroup._remote import progress as _records
 from fairlead_workergroup._remote.process import start_tick
@@ -139,8 +141,8 @@ def _plan_rows() -> Iterator[Row]:
                     _piece_index.cache_clear()
                     mesh = Mesh(NamedSharding(ranks.reshape(*axes.values()), list(axes)))  # noqa: B023
                 plan = plan_call(mesh, collect=("dp", "pp"))
-                batch = plan.column("batch", Shard(pieces, "dp"))  # noqa: B023
-                rate = {"lr": plan.column("lr", 0.1)}
+                batch = plan.column(Shard(pieces, "dp"))  # noqa: B023
+                rate = {"lr": plan.column(0.1)}
                 with patch.object(ray, "put", lambda value: value):
                     columns = store_columns(method, [batch], rate, Arguments())
                 for _ in make_requests(method, plan, columns, list(rate)):
@@ -290,9 +292,6 @@ def _status_rows() -> Iterator[Row]:
                 ]
                 facts += group._roster.now.processes
 
-                def count_requests() -> int:
-                    return sum(NodeAgent(node_id).requests().get("run", 0) for node_id in nodes)
-
                 def status() -> None:
                     group.get_worker_status()
 
@@ -305,9 +304,9 @@ def _status_rows() -> Iterator[Row]:
                     (f"  the same with {RECORDS} records beside theirs", read_all),
                 ):
                     look()
-                    before = count_requests()
-                    look()
-                    count = count_requests() - before
+                    with patch.object(query, "run_on_nodes", wraps=run_on_nodes) as asked:
+                        look()
+                    count = sum(len(call.args[1]) for call in asked.call_args_list)
                     (timing,) = interleaved(look, repeats=50)
                     yield Row(f"{what}: requests", f"{count}, {timing}", "4, one a node", count == 4)
         finally:

@@ -13,7 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_placement.spi import alive_nodes, drain_deadlines
+from fairlead_placement.extension import alive_nodes, drain_deadlines
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec, create_local_venv_on_each_node
 from fairlead_workergroup import RayWorkerGroup, Restart, WorkerFailureError
@@ -46,9 +46,9 @@ def call_where(group: RayWorkerGroup) -> list[tuple[int, str, str, str]]:
 
 
 def test_group_over_two_nodes(three_nodes):
-    """Ranks follow physical order, node ranks count the group's nodes, and one agent runs on each of these nodes.
+    """Ranks follow physical order, and node ranks count the group's nodes.
 
-    The group publishes there who its workers are. The node of the driver has an agent too, for the calls that it makes.
+    One agent holds the master port on the node of rank 0, and another one has the board, on the node of the driver.
     """
     axes = NamedSharding.from_shape(dp=2, tp=2)
     with RayVirtualCluster([2, 2], use_gpus=False) as cluster:
@@ -62,10 +62,10 @@ def test_group_over_two_nodes(three_nodes):
             agents = [
                 row["Address"]["NodeID"]
                 for row in ray._private.state.actors().values()
-                if row["State"] != "DEAD" and row["ActorClassName"] == "AgentProcess"
+                if row["State"] != "DEAD" and row["ActorClassName"] == "NodeAgent"
             ]
             driver = ray.get_runtime_context().get_node_id()
-            assert sorted(agents) == sorted({slot.node_id for slot in slots} | {driver})
+            assert sorted(agents) == sorted({slots[0].node_id, driver})
 
 
 def test_restart_without_free_slots(joining, monkeypatch):

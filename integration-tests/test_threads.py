@@ -10,7 +10,7 @@ import time
 import pytest
 
 from fairlead_placement import RayVirtualCluster
-from fairlead_placement.spi import read_holders
+from fairlead_placement.extension import read_holders
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import EpochError, RayWorkerGroup, Restart, current_worker
 from fairlead_workergroup.testing import kill

@@ -13,7 +13,7 @@ from typing import Any, Literal, assert_type
 from ray.util.placement_group import PlacementGroup
 
 import fairlead_placement as placement
-from fairlead_placement import NodeAgent, PortLease, RayVirtualCluster, Slot, testing
+from fairlead_placement import PortLease, RayVirtualCluster, Slot, extension, testing
 
 
 def reserve(groups: list[PlacementGroup], config: placement.ClusterConfig) -> None:
@@ -69,12 +69,11 @@ def lease(slots: Sequence[Slot]) -> None:
     slots[0].node_idx = 1  # type: ignore[misc]
 
 
-def ask_nodes(agent: NodeAgent) -> None:
-    assert_type(agent.run(os.getpid, timeout_s=1), int)
-    (process,) = agent.usage([os.getpid()])
-    assert_type(process, placement.ProcessUsage)
-    assert_type(process.rss_bytes, int)
-    agent.run("getpid")  # type: ignore[arg-type]
+def ask_nodes(node_id: str) -> None:
+    assert_type(extension.run_on_nodes(os.getpid, {node_id: ()}, timeout_s=1), dict[str, int | Exception])
+    usage = extension.usage_on_nodes({node_id: [os.getpid()]})
+    assert_type(usage, dict[str, list[placement.ProcessUsage] | Exception])
+    extension.run_on_nodes("getpid", {node_id: ()})  # type: ignore[arg-type]
 
 
 def order() -> None:

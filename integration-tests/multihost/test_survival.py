@@ -189,9 +189,9 @@ def test_killed_driver(hosts, eventually):
                         return False
                 return True
 
-            from fairlead_placement import NodeAgent
+            from fairlead_placement.extension import run_on_nodes
 
-            while not NodeAgent(there.node_id).run(bound):
+            while not run_on_nodes(bound, {there.node_id: ()})[there.node_id]:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             with RayWorkerGroup(cluster, Member) as group:

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import ray
 
-from fairlead_placement.spi import find_agents, read_newer
+from fairlead_placement.extension import await_published
 from fairlead_sharding import NamedSharding
 
 # Rank 5 is at dp=0, tp=0, and so on: no test may depend on ascending ranks.
@@ -127,10 +127,6 @@ class Acting:
 
 
 def wait_until_published(group):
-    """Wait until handles, which ask the agent of the driver's node, find what a group has published last."""
-    registration, end = group._resources.registration, time.monotonic() + 60
-    driver = next(iter(registration.published.values()))["driver"]
-    (agent,) = [one for one in find_agents() if (one.job_id, one.node_id) == (driver["job_id"], driver["node_id"])]
-    while read_newer(agent, registration.key, registration._version, timeout_s=60)[0] < registration._version:
-        assert time.monotonic() < end, "not published within 60 s"
-        time.sleep(0.01)
+    """Wait until handles find on the board what a group has published last."""
+    key = group._resources.registration.key
+    assert await_published(key, timeout_s=60), "not published within 60 s"

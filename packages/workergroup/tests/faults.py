@@ -9,18 +9,18 @@ import contextlib
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import ray
 from ray.experimental.locations import get_local_object_locations
 
-from fairlead_placement import PlacementError, spi
+from fairlead_placement import PlacementError, PlacementTimeoutError, extension
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import _ray_private
-from fairlead_workergroup._calls import handle, sender
+from fairlead_workergroup._calls import core, handle
 from fairlead_workergroup._lifecycle import delivery, launcher, shutdown
 from fairlead_workergroup._membership import judge, machine
 from fairlead_workergroup._observe import (
@@ -33,9 +33,9 @@ from fairlead_workergroup._observe import (
     query,
     registration,
 )
-from fairlead_workergroup._remote import exits, process, progress, reaper
+from fairlead_workergroup._remote import process, progress, reaper
 from fairlead_workergroup._start import builder, launch
-from fairlead_workergroup._transport import futures
+from fairlead_workergroup._transport import replies, wait
 
 Patch = pytest.MonkeyPatch
 
@@ -76,11 +76,6 @@ def limit_starts_of_single_workers(patch: Patch, seconds: float) -> None:
     patch.setattr(builder, "START_S", seconds)
 
 
-def limit_cleanups_at_exits(patch: Patch, seconds: float) -> None:
-    """Let a worker that exits wait this long for its other methods."""
-    patch.setattr(exits, "CLEANUP_S", seconds)
-
-
 def limit_ends_of_workers(patch: Patch, seconds: float) -> None:
     """Let a shutdown wait this long for a worker before it kills the process."""
     patch.setattr(shutdown, "WORKER_GRACE_S", seconds)
@@ -98,7 +93,7 @@ def limit_waits_for_room(patch: Patch, seconds: float) -> None:
 
 def report_late_workers_every(patch: Patch, seconds: float) -> None:
     """Let a wait for workers look at this interval at the clock, and at the workers that are late."""
-    patch.setattr(futures, "REPORT_EVERY_S", seconds)
+    patch.setattr(wait, "REPORT_EVERY_S", seconds)
 
 
 def longest_shutdown(timeout_s: float) -> float:
@@ -140,23 +135,53 @@ def explain_no_death(patch: Patch) -> None:
 
 
 def publish(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an agent has on its board for a group that is described as plain data."""
+    """Return what is on a board for a group that is described as plain data."""
     return {registration.KEY + about["id"]: {"schema": registration.SCHEMA, **about}}
 
 
-def let_agents_have(patch: Patch, boards: Mapping[Any, Mapping[str, Any] | Exception]) -> None:
-    """Let the cluster have these agents, each with a board, or with an error in place of an answer."""
-    patch.setattr(publications, "find_agents", lambda: list(boards))
-    patch.setattr(publications, "read_boards", lambda agents, timeout_s: {one: boards[one] for one in agents})
+def let_boards_have(patch: Patch, boards: Mapping[Any, Mapping[str, Any] | Exception]) -> None:
+    """Let the cluster have these boards, or errors in place of their answers."""
+    patch.setattr(publications, "find_boards", lambda *_: list(boards))
+    patch.setattr(publications, "read_boards", lambda found, prefix, timeout_s: {one: boards[one] for one in found})
+
+
+def count_questions(patch: Patch) -> list[str]:
+    """Return a list that gets the id of each node that is asked about workers."""
+    asked: list[str] = []
+
+    def run_on_nodes(function: Any, asks: Any, **options: Any) -> Any:
+        asked.extend(asks)
+        return extension.run_on_nodes(function, asks, **options)
+
+    def usage_on_nodes(pids: Any, **options: Any) -> Any:
+        asked.extend(pids)
+        return extension.usage_on_nodes(pids, **options)
+
+    patch.setattr(query, "run_on_nodes", run_on_nodes)
+    patch.setattr(observer, "usage_on_nodes", usage_on_nodes)
+    return asked
+
+
+def delay_nodes(patch: Patch, seconds: float, nodes: Collection[str] | None = None) -> None:
+    """Let the nodes, or some of them, answer questions about workers only after some seconds."""
+
+    def run_on_nodes(function: Any, asks: Any, *, timeout_s: float) -> Any:
+        slow = [node_id for node_id in asks if nodes is None or node_id in nodes]
+        time.sleep(min(seconds, timeout_s) if slow else 0.0)
+        late = dict.fromkeys(slow if seconds > timeout_s else (), PlacementTimeoutError("late"))
+        asks = {node_id: args for node_id, args in asks.items() if node_id not in late}
+        return {**late, **extension.run_on_nodes(function, asks, timeout_s=timeout_s)}
+
+    patch.setattr(query, "run_on_nodes", run_on_nodes)
 
 
 def drain_without_agents(patch: Patch, nodes: set[str]) -> list[str]:
-    """Let nodes drain on which Ray starts no agent; return the list of the requests to them."""
+    """Let nodes drain on which Ray starts no task; return the list of the requests to them."""
     silent: list[str] = []
 
     def run_on_nodes(function: Any, asks: Any, **options: Any) -> Any:
         silent.extend(node_id for node_id in asks if node_id in nodes)
-        answers = spi.run_on_nodes(function, asks, **options)
+        answers = extension.run_on_nodes(function, asks, **options)
         return answers | {node_id: PlacementError("not schedulable") for node_id in asks if node_id in nodes}
 
     patch.setattr(shutdown, "run_on_nodes", run_on_nodes)
@@ -177,14 +202,14 @@ def silence_guards(patch: Patch, *, times: int | None = None, act: Callable[[], 
     """
     asked: list[str] = []
 
-    def ask_nodes(workers: Sequence[Any], function: Any, *more: Any, **options: Any) -> list[Any]:
+    def call_in_agents(function: Any, asks: Any, name: str, **options: Any) -> dict[str, Any]:
         asked.append(function.__name__)
         act()
         if times is None or len(asked) <= times:
-            return [None] * len(workers)
-        return query.ask_nodes(workers, function, *more, **options)
+            return dict.fromkeys(asks, PlacementTimeoutError("late"))
+        return extension.call_in_agents(function, asks, name, **options)
 
-    patch.setattr(memory, "ask_nodes", ask_nodes)
+    patch.setattr(memory, "call_in_agents", call_in_agents)
     return asked
 
 
@@ -248,15 +273,36 @@ def note_puts(patch: Patch) -> list[int]:
 def note_requests(patch: Patch) -> list[str]:
     """Return a list that gets the name of the method of each request that a call sends to a worker from now on."""
     names: list[str] = []
-    send = sender.Sender._send_requests
+    submit = core.Core._submit
 
-    def send_and_note(own: Any, now: Any, order: Any, needs: Any) -> Any:
-        refs = send(own, now, order, needs)
-        names.extend([order.method.name] * len(refs))
-        return refs
+    def submit_and_note(own: Any, call: Any) -> Any:
+        sent = submit(own, call)
+        if isinstance(sent, core.Sent):
+            names.extend([call.method.name] * len(sent.replies))
+        return sent
 
-    patch.setattr(sender.Sender, "_send_requests", send_and_note)
+    patch.setattr(core.Core, "_submit", submit_and_note)
     return names
+
+
+@contextlib.contextmanager
+def changing(group: Any) -> Iterator[None]:
+    """Let calls of a group wait, as while it begins an epoch."""
+    group._core.begin_change()
+    try:
+        yield
+    finally:
+        group._core.end_change()
+
+
+def send_in_turn(group: Any, act: Callable[[], object]) -> None:
+    """Call a function at the moment at which a group submits a call."""
+    group._core._take_turn(act)
+
+
+def find_unfinished(call: Any) -> list[int]:
+    """Return the positions of the workers that have not finished a call."""
+    return list(call._pending())
 
 
 # Moments at which something else happens.
@@ -305,7 +351,7 @@ def _act_at_a_bar(patch: Patch, module: Any, ranks: list[int], act: Callable[[],
 
 def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run when a call has been checked, and before Ray gets it."""
-    act_before(patch, sender.Sender, "_send_requests", act)
+    act_before(patch, replies, "submit", act)
 
 
 def act_before_losses_are_judged(patch: Patch, act: Callable[[], object]) -> None:
@@ -329,10 +375,10 @@ def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], o
 
 
 def act_at_the_next_read(
-    patch: Patch, *, of_news: bool, before: Callable[[], object] = int, after: Callable[[], object] = int
+    patch: Patch, *, before: Callable[[], object] = int, after: Callable[[], object] = int
 ) -> None:
-    """Let something happen before and after a handle reads its group once, or asks whether there is news of it."""
-    name = "read_newer" if of_news else "read_group"
+    """Let something happen before and after a handle asks once whether there is news of its group."""
+    name = "read_board"
     function = getattr(handle, name)
 
     def act_and_read(*args: Any, **options: Any) -> Any:
@@ -354,7 +400,7 @@ def note_reads(patch: Patch) -> list[int]:
 
 def limit_waits_of_handles(patch: Patch, seconds: float) -> None:
     """Let handles wait only this long for a publication that is on its way."""
-    patch.setattr(handle, "SETTLED_S", seconds)
+    patch.setattr(handle, "RENEWED_S", seconds)
 
 
 def note_deadlines_of_a_start(patch: Patch, *, takes_s: float) -> list[float]:

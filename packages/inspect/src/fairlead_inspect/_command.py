@@ -14,7 +14,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from fairlead_placement import HeadTimeoutError, PlacementError
-from fairlead_placement.spi import Output, add_command, ask_head, attach, run_command
+from fairlead_placement.extension import Output, add_command, ask_head, attach, run_command
 
 from ._arguments import new_file, seconds
 from ._chrome import write_file

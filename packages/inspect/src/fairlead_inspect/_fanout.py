@@ -2,17 +2,18 @@
 """One look at a cluster: Ray's tables, and a look or a probe on each node that holds a process of a job."""
 
 import dataclasses
+import functools
+import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import Job as _Job
-from fairlead_placement.spi import ask_head, run_in_thread
+from fairlead_placement import HeadTimeoutError, PlacementTimeoutError
+from fairlead_placement.extension import Job as _Job
+from fairlead_placement.extension import ask_head, find_here, run_in_thread, run_on_nodes
 
 from . import _ray_private
 from ._groups import read_labels
@@ -38,8 +39,6 @@ _Labels = tuple[dict[str, dict[str, Any]], list[str]]
 # By node: workers, and drivers.
 _Pids = dict[str, tuple[set[int], set[int]]]
 TIMEOUT_S, WINDOW_S = 5.0, 1.0
-# A machine with 10,000 processes has listed its raylets by then.
-FIND_S = 1.0
 # Of the time for everything, the part that the head may take to list what there is.
 HEAD_PART = 0.6
 
@@ -140,37 +139,28 @@ def _choose(jobs: Iterable[Job], actors: Iterable[Actor], calls: Iterable[Call])
 
 def _probe(wanted: _Pids, window_s: float, timeout_s: float) -> dict[str, dict[str, Any] | str]:
     """Return the answer of each node, or why there is none. A task looks at those that this process cannot see."""
-    ends = time.monotonic() + timeout_s
-    task = ray.remote(num_cpus=0, max_retries=0)(look_from_task)
-    here, sent = _find_own(wanted), {}
-    for node, (pids, drivers) in wanted.items():
-        if node not in here:
-            where = NodeAffinitySchedulingStrategy(node, soft=False)
-            options = task.options(scheduling_strategy=where)
-            sent[options.remote(sorted(pids), sorted(drivers), window_s, timeout_s)] = node
-    answers = _look_at({node: wanted[node] for node in here}, window_s, timeout_s)
-    left = max(0.0, ends - time.monotonic())
-    ready, late = ray.wait([*sent], num_returns=len(sent), timeout=left) if sent else ([], [])
-    for one in ready:
-        try:
-            answers[sent[one]] = ray.get(one, timeout=timeout_s)
-        except ray.exceptions.RayError as error:
+    here = find_here(wanted)
+    elsewhere = {
+        node: (sorted(pids), sorted(drivers), window_s, timeout_s)
+        for node, (pids, drivers) in wanted.items()
+        if node not in here
+    }
+    looking = (
+        run_in_thread(functools.partial(run_on_nodes, look_from_task, elsewhere, timeout_s=timeout_s))
+        if elsewhere
+        else None
+    )
+    answers = _look_at({node: wanted[node] for node in wanted if node in here}, window_s, timeout_s)
+    for node, answer in looking.result(math.inf).items() if looking is not None else ():
+        if isinstance(answer, PlacementTimeoutError):
+            answers[node] = f"no answer within {timeout_s:.1f} s"
+        elif isinstance(answer, Exception):
             # Of a traceback the last line says what went wrong.
-            reason = (str(error).strip().splitlines() or [""])[-1].strip()
-            answers[sent[one]] = f"the probe failed: {reason or type(error).__name__}"
-    for one in late:
-        ray.cancel(one, force=True)
-        answers[sent[one]] = f"no answer within {timeout_s:.1f} s"
+            reason = (str(answer).strip().splitlines() or [""])[-1].strip()
+            answers[node] = f"the probe failed: {reason or type(answer).__name__}"
+        else:
+            answers[node] = answer
     return answers
-
-
-def _find_own(nodes: Iterable[str]) -> list[str]:
-    """Return the nodes whose processes this one sees and may read: they need no task, which takes a second to start."""
-    try:
-        raylets = run_in_thread(_ray_private.find_raylets).result(FIND_S)
-    except TimeoutError:
-        return []
-    return [node for node in nodes if node in raylets]
 
 
 def _look_at(wanted: _Pids, window_s: float, timeout_s: float) -> dict[str, dict[str, Any] | str]:

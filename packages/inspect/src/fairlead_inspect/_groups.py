@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from fairlead_placement.spi import Agent, ask_head, find_agents, head_deadline, run_on_agents
+from fairlead_placement.extension import ask_head, find_boards, group_pairs, read_boards, run_on_nodes
 
 _LIBRARY = "fairlead_workergroup"
-# Of the time for everything, the part in which agents have to answer each of the two requests.
+# Of the time for everything, the part that each of the two requests may take.
 _PART = 0.4
 
 
@@ -26,22 +26,27 @@ def read_labels(job_ids: Collection[str], timeout_s: float) -> tuple[dict[str, d
         timeout_s: seconds for all of it.
 
     Returns:
-        A label for each member by the id of its actor, and a note for each agent that did not answer. A label has the
-        `rank` of the member, the name of its `group`, its `world_size` and its `coords`. From the record of its worker
-        it has the `step`, and whether the worker is `waiting` for others.
+        A label for each member by the id of its actor, and a note for each board and node that did not answer. A label
+        has the `rank` of the member, the name of its `group`, its `world_size` and its `coords`. From the record of its
+        worker it has the `step`, and whether the worker is `waiting` for others.
     """
     if importlib.util.find_spec(_LIBRARY) is None:
         return {}, []
-    agents = ask_head("list the node agents", find_agents, timeout_s=timeout_s)
-    agents = [one for one in agents if one.job_id in job_ids]
-    if not agents:  # a job without agents has no groups, and the library need not be loaded
+    boards = ask_head("list the boards", find_boards, timeout_s=timeout_s)
+    boards = [board for board in boards if board.job_id in job_ids]
+    if not boards:  # a job without boards has no groups, and the library need not be loaded
         return {}, []
     # By name, so that nothing here depends on the library.
     spi = importlib.import_module(f"{_LIBRARY}.spi")
-    with head_deadline(timeout_s):
-        groups = spi.find_groups(timeout_s=timeout_s * _PART)
-    groups = [one for one in groups if one.driver["job_id"] in job_ids]
-    records, notes = _read_records(spi, agents, groups, timeout_s * _PART)
+    published, notes = [], []
+    for board, values in read_boards(boards, "", timeout_s=timeout_s * _PART).items():
+        if isinstance(values, Exception):
+            notes.append(f"Fairlead's groups of process {board.owner[:8]} are not known: {_reason(values)}")
+        else:
+            published += [(board, value) for value in values.values()]
+    groups = spi.read_groups(published)
+    records, missing = _read_records(spi, groups, timeout_s * _PART)
+    notes += missing
     alike = Counter((one.driver["job_id"], one.name) for one in groups)
     labels = {}
     for group in groups:
@@ -61,26 +66,23 @@ def read_labels(job_ids: Collection[str], timeout_s: float) -> tuple[dict[str, d
     return labels, notes
 
 
-def _read_records(
-    spi: Any, agents: Iterable[Agent], groups: Iterable[Any], timeout_s: float
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the record of each member by the id of its actor, with one request to each agent, and what failed."""
-    members: dict[Agent, list[Any]] = {agent: [] for agent in agents}
-    for group in groups:
-        for member in group.members:
-            if (agent := group.agents.get(member.node_id)) is not None:
-                members.setdefault(agent, []).append(member)
+def _read_records(spi: Any, groups: Iterable[Any], timeout_s: float) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the record of each member by the id of its actor, with one question to each node, and what failed."""
+    members = group_pairs((member.node_id, member) for group in groups for member in group.members)
     # No stacks, for which workers would be interrupted.
     arguments = {
-        agent: ([(member.pid, member.started, member.mark) for member in there], math.inf, False)
-        for agent, there in members.items()
+        node_id: ([(member.pid, member.started, member.mark) for member in its], math.inf, False)
+        for node_id, its in members.items()
     }
     records: dict[str, dict[str, Any]] = {}
     notes = []
-    for agent, answer in run_on_agents(spi.look_from_outside, arguments, timeout_s=timeout_s).items():
+    for node_id, answer in run_on_nodes(spi.look_from_outside, arguments, timeout_s=timeout_s).items():
         if isinstance(answer, Exception):
-            reason = (str(answer).splitlines() or [type(answer).__name__])[0]
-            notes.append(f"Fairlead's groups on node {agent.node_id[:8]} are not known: {reason}")
+            notes.append(f"Fairlead's groups on node {node_id[:8]} are not known: {_reason(answer)}")
         else:
-            records |= {member.actor_id: row for member, row in zip(members[agent], answer, strict=True)}
+            records |= {member.actor_id: row for member, row in zip(members[node_id], answer, strict=True)}
     return records, notes
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from fairlead_placement.spi import group_pairs
+from fairlead_placement.extension import group_pairs
 
 from ._chrome import Event, choose_track, name_track, to_microseconds
 from ._fleets import find_fleets

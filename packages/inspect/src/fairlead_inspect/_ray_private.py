@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wraps every use of a Ray API that is not public, each with its reason, and its fallback if it has one."""
 
-import contextlib
 import importlib
 import inspect
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from fairlead_placement import RayVersionError
-from fairlead_placement.spi import COMMAND_MARK
+from fairlead_placement.extension import COMMAND_MARK
 
 from .model import Actor, Call, Death, Job, Reservation, Span
 
@@ -26,7 +23,6 @@ _PLACED = ("CREATED", "REMOVED")
 # Parts of a runtime environment that take time.
 _INSTALLED = ("pip", "uv", "conda", "container", "image_uri", "working_dir", "py_modules", "java_jars")
 # The argument of a raylet with the id of its node.
-_NODE_ID = b"--node_id="
 # The fields of Ray's tables that the functions below read, by message, each in a module of `ray.core.generated`.
 _FIELDS = {
     "gcs_pb2.JobTableData": "job_id entrypoint driver_pid driver_address is_dead config",
@@ -269,25 +265,6 @@ def read_launches() -> int:
     except (ImportError, AttributeError, TypeError):
         return 0
     return len(status.pending_nodes) + sum(int(one.count) for one in status.pending_launches)
-
-
-def find_raylets() -> set[str]:
-    """Return the ids of the nodes whose raylets this process sees in its own pid namespace, and may read.
-
-    Reason: no public function says whether the pids of a node are those that this process sees.
-    Fallback: none is found, and a probe looks at each node.
-    """
-    found = set()
-    with contextlib.suppress(OSError):
-        if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace
-            return set()
-        own = os.readlink("/proc/self/ns/pid")
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended, or belongs to someone else
-                if (path / "comm").read_bytes() == b"raylet\n" and os.readlink(path / "ns/pid") == own:
-                    arguments = (path / "cmdline").read_bytes().split(b"\0")
-                    found |= {one[len(_NODE_ID) :].decode() for one in arguments if one.startswith(_NODE_ID)}
-    return found
 
 
 def write_bundles(bundles: Iterable[Mapping[str, float]]) -> str:

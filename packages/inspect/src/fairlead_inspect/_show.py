@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fairlead_placement.spi import group_pairs
+from fairlead_placement.extension import group_pairs
 
 from ._fleets import find_fleets
 from ._verdict.positions import TICKS_PER_S, Position, find_own, frames_of_code, locate

@@ -183,12 +183,12 @@ def test_driver_runs(driver):
 
 @pytest.mark.nightly
 def test_agent_stopped(driver, stop_process):
-    """If the agent of a node does not answer, the look says so, and knows the ranks from the environment."""
+    """If the agent with the board does not answer, the look says so, and knows the ranks from the environment."""
     rows = json.loads(run("ps", "--json").stdout)["processes"]
-    (agent,) = [one["pid"] for one in rows if one["class"] == "AgentProcess"]
+    (agent,) = [one["pid"] for one in rows if one["class"] == "NodeAgent"]
     with stop_process(agent):
         found = json.loads(run("why", "--json", timeout_s=10).stdout)
-    assert any(note.startswith("Fairlead's groups on node") for note in found["notes"]), found["notes"]
+    assert any(note.startswith("Fairlead's groups of process") for note in found["notes"]), found["notes"]
     (fleet,) = found["jobs"][0]["worker_sets"]
     assert (fleet["source"], [one["rank"] for one in fleet["members"]]) == ("environment", [0, 1, 2, 3])
 

@@ -18,7 +18,7 @@ from seen import ALL_REDUCE, JOB, NOW, QUEUE, RAY, actor, environ
 from fairlead_inspect import _fanout, diagnose
 from fairlead_inspect._show import to_json
 from fairlead_inspect.model import Job
-from fairlead_placement import HeadTimeoutError
+from fairlead_placement import HeadTimeoutError, PlacementTimeoutError
 
 NODES, EACH, SILENT = 250, 8, 12
 
@@ -77,25 +77,22 @@ def large(monkeypatch):
 
 
 def test_a_probe_that_fails(monkeypatch):
-    """The note of its node says what went wrong, in the last line of the traceback (seam: Ray's functions)."""
+    """The note of its node says what went wrong, in the last line of the traceback (seam: functions on nodes)."""
     error = ray.exceptions.RayError("ray::_look_here()\n  File look.py\nModuleNotFoundError: No module named 'x'")
-
-    def get(ref, timeout):
-        raise error
-
-    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: "ref"))
-    monkeypatch.setattr(ray, "remote", lambda **_: lambda function: task)
-    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
-    monkeypatch.setattr(ray, "get", get)
-    answers = _fanout._probe({"a" * 56: ({1}, set())}, 1.0, 1.0)
-    assert answers == {"a" * 56: "the probe failed: ModuleNotFoundError: No module named 'x'"}
+    late = PlacementTimeoutError("The function has not returned")
+    monkeypatch.setattr(_fanout, "find_here", lambda nodes: frozenset())
+    monkeypatch.setattr(_fanout, "run_on_nodes", lambda *_, **__: {"a" * 56: error, "b" * 56: late})
+    answers = _fanout._probe({"a" * 56: ({1}, set()), "b" * 56: ({1}, set())}, 1.0, 1.0)
+    assert answers == {
+        "a" * 56: "the probe failed: ModuleNotFoundError: No module named 'x'",
+        "b" * 56: "no answer within 1.0 s",
+    }
 
 
 def test_own_node(monkeypatch):
     """Processes that this one sees are looked at without a task; if the kernel holds the look up, it says so (seam)."""
     here, other = "a" * 56, "b" * 56
-    monkeypatch.setattr(_fanout._ray_private, "find_raylets", lambda: {here, other, "c" * 56})
-    monkeypatch.setattr(ray, "remote", lambda **_: lambda function: None)
+    monkeypatch.setattr(_fanout, "find_here", lambda nodes: {here, other})
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         wanted = {here: ({os.getpid()}, set()), other: ({2**22 + 1}, {child.pid})}
         answers = _fanout._probe(wanted, 0.0, 60.0)
@@ -116,12 +113,9 @@ print(*(row[0] for row in task([os.getpid()], [], 0.0, 5.0)["processes"]), os.ge
 """
 
 
-def test_a_node_without_fairlead(monkeypatch):
-    """The task of a probe runs in a Python that cannot import this package (seam: Ray's functions)."""
-    tasks = []
-    monkeypatch.setattr(ray, "remote", lambda **_: tasks.append)
-    _fanout._probe({}, 1.0, 1.0)
-    sent = ray.cloudpickle.dumps(*tasks)
+def test_a_node_without_fairlead():
+    """The function of a probe runs in a Python that cannot import this package."""
+    sent = ray.cloudpickle.dumps(_fanout.look_from_task)
     done = subprocess.run([sys.executable, "-c", ALONE], input=sent, capture_output=True, timeout=60, check=False)
     looked_at, own = done.stdout.split() or ("", done.stderr.decode())
     assert looked_at == own

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reserves part of a Ray cluster, explains why if it cannot, and provides slots, leased ports and node agents.
+"""Reserves part of a Ray cluster, explains why if it cannot, and provides slots and leased ports.
 
 >>> import ray
 >>> from fairlead_placement import RayVirtualCluster, init_ray
@@ -13,7 +13,6 @@
 from ._cluster import RayVirtualCluster
 from ._init import init_ray
 from ._model import ClusterConfig, Node
-from ._nodes.agent import NodeAgent
 from ._nodes.ports import PortLease, lease_ports, release_ports
 from ._nodes.usage import GpuMemory, NodeUsage, ProcessUsage
 from ._plan.topology import select_segment_nodes, sort_bundle_indices_by_topology
@@ -35,7 +34,6 @@ __all__ = [
     "GpuMemory",
     "HeadTimeoutError",
     "Node",
-    "NodeAgent",
     "NodeUsage",
     "PlacementError",
     "PlacementTimeoutError",

@@ -17,7 +17,8 @@ from ._terminal import Output, add_command, attach, run_command
 
 # Of the JSON; it changes when a field changes its meaning or goes.
 SCHEMA = 1
-ACCELERATORS = tuple(sorted(accelerator_names()))
+# The kinds of bundles, by their names as a command line may write them.
+_KINDS = {name.upper(): name for name in ("CPU", *sorted(accelerator_names()))}
 _SIZE = re.compile(r"(?:(?P<nodes>\d+)\s*x\s*)?(?P<each>\d+)\s*(?P<kind>[A-Za-z_]+)")
 _EPILOG = """\
 exit status:
@@ -60,20 +61,14 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _parse_request(text: str) -> RayVirtualCluster:
-    found = _SIZE.fullmatch(text.strip())
-    kind = None if found is None else _find_kind(found["kind"])
-    if found is None or kind not in ("CPU", *ACCELERATORS):
+    size = _SIZE.fullmatch(text.strip())
+    if size is None or (kind := _KINDS.get(size["kind"].upper())) is None:
         raise argparse.ArgumentTypeError(f"must be like '4x8 GPU' or '16 CPU', got {text!r}")
-    counts = [int(found["each"])] * int(found["nodes"] or 1)
+    counts = [int(size["each"])] * int(size["nodes"] or 1)
     try:
         return RayVirtualCluster(counts, accelerators={} if kind == "CPU" else {kind: 1})
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-
-
-def _find_kind(name: str) -> str:
-    """Return the name of a resource, however a command line writes it."""
-    return {one.upper(): one for one in ("CPU", *ACCELERATORS)}.get(name.upper(), name)
 
 
 def _nodes(options: argparse.Namespace, output: Output) -> int:

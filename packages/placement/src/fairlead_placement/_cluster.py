@@ -12,10 +12,9 @@ from rich.console import Console, RenderableType
 
 from . import _model
 from ._model import ClusterConfig, Request, Strategy, check_positive, check_seconds
-from ._nodes.agent import read_usage
 from ._nodes.head import ask_head, head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
-from ._nodes.usage import NodeUsage
+from ._nodes.usage import NodeUsage, read_usage
 from ._ray_private import accelerator_names
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
@@ -56,8 +55,9 @@ class RayVirtualCluster:
         node_resource_constraints: what else each bundle holds, per logical node.
         label_selector: the nodes that may be used, in Ray's syntax: `{"key": "value"}`, `"!value"`, `"in(a,b)"`,
             `"!in(a,b)"`.
-        reserve_timeout_s: seconds to wait for resources that others hold, and for Ray's head. Nothing is held during
-            the wait, so many small requests of others can starve a large one.
+        reserve_timeout_s: seconds to wait for resources that others hold, for nodes of an autoscaler, and for Ray's
+            head. Without an autoscaler nothing is held during the wait, so many small requests of others can starve a
+            large one.
         wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
     Raises:
@@ -65,8 +65,8 @@ class RayVirtualCluster:
 
     Nothing is reserved until `reserve()`, `get_placement_groups()`, `slots()` or `with cluster:`. Every method that
     reserves raises the errors of `reserve`. With STRICT_PACK, the cluster chooses nodes from what is free and pins
-    every bundle to its node. Otherwise Ray chooses them. All methods that ask Ray raise `HeadTimeoutError` if its head
-    does not answer.
+    every bundle to its node. Otherwise Ray chooses them, and so it does if there is no room and an autoscaler may add
+    nodes. All methods that ask Ray raise `HeadTimeoutError` if its head does not answer.
 
     >>> cluster = RayVirtualCluster([4, 0, 2], use_gpus=False)
     >>> cluster.world_size(), cluster.node_count()
@@ -98,8 +98,8 @@ class RayVirtualCluster:
         wait_for_nodes_s: float = 0.0,
     ) -> None:
         counts = _model.check_counts("bundle_ct_per_node_list", bundle_ct_per_node_list)
-        _model.check_choice("placement_group_strategy", placement_group_strategy, _model.STRATEGIES)
-        _model.check_choice("communication_backend", communication_backend, ("nccl", "gloo", None))
+        if communication_backend not in ("nccl", "gloo", None):
+            raise ValueError(f"communication_backend must be 'nccl', 'gloo' or None, got {communication_backend!r}")
         if use_gpus or num_gpus_per_node != 0:
             check_positive("num_gpus_per_node", num_gpus_per_node)
         check_positive("max_colocated_worker_groups", max_colocated_worker_groups)
@@ -107,19 +107,25 @@ class RayVirtualCluster:
         self.placement_group_strategy: Strategy = placement_group_strategy
         self.port_range_low: int = PORT_LOW if port_range_low is None else port_range_low
         self.port_range_high: int = PORT_HIGH if port_range_high is None else port_range_high
-        check_range(self.port_range_low, self.port_range_high)
+        if (self.port_range_low, self.port_range_high) != (PORT_LOW, PORT_HIGH):
+            check_range(self.port_range_low, self.port_range_high)
         self.segment_size = segment_size
         self.node_resource_constraints = node_resource_constraints
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
 
         capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
-        self._accelerators = _model.check_accelerators(accelerators, use_gpus, capacity)
+        self._accelerators = {"GPU": 1.0} if use_gpus else {}
+        if accelerators is not None:
+            self._accelerators = _model.check_accelerators(accelerators, use_gpus, capacity)
         gpus = self._accelerators.get("GPU", 0.0)
         self.use_gpus: bool = gpus > 0
-        wanted = check_gpu_ids(gpu_ids, counts, gpus, placement_group_strategy, segment_size)
+        wanted: Mapping[int, frozenset[str]] = {}
+        if gpu_ids is not None and gpu_ids != "auto":
+            wanted = check_gpu_ids(gpu_ids, counts, gpus, placement_group_strategy, segment_size)
         self.communication_backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if gpus else "gloo")
-        _model.check_segments(segment_size, sum(map(bool, counts)), placement_group_strategy)
+        if segment_size is not None:
+            _model.check_segments(segment_size, sum(map(bool, counts)), placement_group_strategy)
         asks = _model.make_asks(
             counts,
             capacity * cpus_per_worker,
@@ -355,7 +361,7 @@ class RayVirtualCluster:
         Args:
             bundle_counts: the number of bundles of each new logical node.
             timeout_s: seconds to wait for resources that others hold, for Ray's head, and for another thread that
-                changes the cluster.
+                changes the cluster. Other changes wait for this one.
             wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
         Returns:
@@ -378,7 +384,8 @@ class RayVirtualCluster:
         if any(other.bundle != model.bundle for other in others):
             what = "a cluster whose node_resource_constraints differ between logical nodes"
             raise ValueError(f"{what} {remedy} constraints that you need")
-        _model.check_segments(self.segment_size, len(counts), self.placement_group_strategy)
+        if self.segment_size is not None:
+            _model.check_segments(self.segment_size, len(counts), self.placement_group_strategy)
         self.slots()
         return self._holding.extend(counts, model, timeout_s=timeout_s, wait_for_nodes_s=wait_for_nodes_s)
 
@@ -441,9 +448,9 @@ class RayVirtualCluster:
         """
         wanted = {node_idx} if isinstance(node_idx, int) else set(node_idx)
         places = self._own_places().items()
-        there = {slot.node_idx for _, slot in places}
-        if not wanted or not wanted <= there:
-            raise IndexError(f"logical node(s) {sorted(wanted - there)} are not in use; these are: {sorted(there)}")
+        used = {slot.node_idx for _, slot in places}
+        if not wanted or not wanted <= used:
+            raise IndexError(f"logical node(s) {sorted(wanted - used)} are not in use; these are: {sorted(used)}")
         return self._view((place, slot) for place, slot in places if slot.node_idx in wanted)
 
     def _view(self, places: Iterable[tuple[int, Slot]]) -> "RayVirtualCluster":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attaches to a Ray cluster, or starts one on this machine."""
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -47,9 +48,8 @@ def init_ray(
     Args:
         log_dir: where a local cluster keeps its logs and session files; Ray's own folder when None. The path must
             be short: Ray puts sockets below it, and a socket's path is limited to 107 bytes.
-        address: the `host:port` of the cluster to attach to; "local" always starts a new one. "auto" never starts one:
-            without `RAY_ADDRESS` it attaches to the announced cluster, or to the only one that `init_ray` has started
-            for this user and session folder.
+        address: the `host:port` of the cluster to attach to; "local" always starts a new one. "auto" never starts one.
+            It also takes a local one that was started with other `CUDA_VISIBLE_DEVICES`, if that is the only one.
         num_cpus: CPUs of a local cluster; None for those of the machine. A cluster that runs already keeps its size.
         num_gpus: GPUs of a local cluster; None for those of the machine.
 
@@ -69,12 +69,8 @@ def init_ray(
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here):
             raise PlacementError(f"Ray is connected to {here} already. Call ray.shutdown() before {address!r} is used.")
-        level = (rays := logging.getLogger("ray")).level
-        try:
-            # This call is not worth a line in the log, but ray.init sets the level for good.
-            context = ray.init(ignore_reinit_error=True, logging_level="error")
-        finally:
-            rays.setLevel(level)
+        # Ray sets the level of its logger for good.
+        context = ray.init(ignore_reinit_error=True, logging_level=logging.getLogger("ray").level)
     elif address != "local":
         context = attach_to(address)
     if context is not None:
@@ -118,7 +114,6 @@ def attach_to(
     if (target := find_target(named, private=private)) is None:
         return None
     address, reason, is_named = target
-
     try:
         # Without the token Ray's client would log that it is missing.
         find_token = private or not is_named
@@ -163,47 +158,58 @@ class Target(NamedTuple):
 def find_target(named: str | None, *, private: bool = False) -> Target | None:
     """Return the cluster to attach to, or None if this process is to start one. `named` is the `address` of `init_ray`.
 
-    With `private`, "auto" also takes the only cluster here that a program of this user has started for itself.
+    It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started. With
+    `private`, "auto" also takes the only cluster here that a program of this user has started for itself.
     """
-    reason = "`address` names"
-    if named in (None, "auto") and (from_env := os.environ.get("RAY_ADDRESS")):
-        if from_env == "local" and named is None:
-            return None
-        named, reason = from_env, "RAY_ADDRESS names"
-    if named in (None, "auto"):
-        if (announced := _read_announcement()) and _answers(announced.address):
-            return announced
-        started = _list_started(local_tag() if named is None else _session_tag())
-        if named is None:
-            return _make_target(started[-1]) if started else None
-        return _find_only_one(started, private=private)
-    if named == "local":
-        raise PlacementError("RAY_ADDRESS is 'local', which names no running cluster. Pass the address of one.")
-    if "://" in named:  # Ray connects to any such address through Ray Client.
-        raise PlacementError(
-            f"{named!r} is an address of Ray Client, which Fairlead does not support. {CLIENT_REMEDY} Correct the "
-            "address, or RAY_ADDRESS."
-        )
-    if not _answers(named):
-        raise PlacementError(
-            f"No Ray cluster answers at {named}. Start one with `ray start --head`, or correct the address (also "
-            "RAY_ADDRESS)."
-        )
-    return Target(named, reason, True)
-
-
-def _find_only_one(started: list[Raylet], *, private: bool) -> Target:
-    others = [] if started else _list_started("")
-    if private and len(others) == 1:
+    from_env = os.environ.get("RAY_ADDRESS") if named in (None, "auto") else None
+    if from_env == "local" and named is None:
+        return None
+    may_start = named is None and from_env != "auto"
+    if (address := from_env or named) not in (None, "auto"):
+        return _check_named(str(address), "RAY_ADDRESS names" if from_env else "`address` names")
+    file = cluster_file() or ""
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(file, encoding="utf-8") as opened:
+        is_mine, address = os.fstat(opened.fileno()).st_uid == os.getuid(), opened.read(300).strip()
+        if is_mine and _split(address) and _answers(address):
+            return Target(address, f"`ray start` announced in {file}")
+    started = _list_clusters(local_tag() if may_start else _session_tag())
+    if started and (may_start or len(started) == 1):
+        return Target(started[-1].address, f"init_ray started in process {started[-1].starter}")
+    if may_start:
+        return None
+    others = started or _list_clusters("")
+    if private and not started and len(others) == 1:
         return Target(others[0].address, f"process {others[0].starter} started for itself")
-    if len(started) == 1:
-        return _make_target(started[0])
-    found = ", ".join(f"{one.address} (process {one.starter})" for one in started or others) or "none"
+    listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
     what = "several" if started else "none that is named, announced or started by init_ray"
     raise PlacementError(
-        f'"auto" found {what} of the Ray clusters that you run on this machine, which are: {found}. Pass the address '
+        f'"auto" found {what} of the Ray clusters that you run on this machine, which are: {listed}. Pass the address '
         "of one of them, set RAY_ADDRESS, or start a cluster with `ray start --head`."
     )
+
+
+def _list_clusters(prefix: str) -> list[Raylet]:
+    """Return a raylet of each cluster that answers and has a resource with a prefix, the oldest first."""
+    raylets = [raylet for raylet in list_raylets() if any(name.startswith(prefix) for name in raylet.resources)]
+    living = {raylet.address: raylet for raylet in raylets if _answers(raylet.address)}
+    return sorted(living.values(), key=lambda raylet: raylet.started_at)
+
+
+def _check_named(address: str, reason: str) -> Target:
+    """Return a cluster that was named, at which something listens."""
+    if address == "local":
+        raise PlacementError("RAY_ADDRESS is 'local', which names no running cluster. Pass the address of one.")
+    if "://" in address:  # Ray connects to any such address through Ray Client.
+        raise PlacementError(
+            f"{address!r} is an address of Ray Client, which Fairlead does not support. {CLIENT_REMEDY} Correct the "
+            "address, or RAY_ADDRESS."
+        )
+    if not _answers(address):
+        raise PlacementError(
+            f"No Ray cluster answers at {address}. Start one with `ray start --head`, or correct the address (also "
+            "RAY_ADDRESS)."
+        )
+    return Target(address, reason, True)
 
 
 def local_tag() -> str:
@@ -219,27 +225,6 @@ def _session_tag() -> str:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _make_target(raylet: Raylet) -> Target:
-    return Target(raylet.address, f"init_ray started in process {raylet.starter}")
-
-
-def _list_started(prefix: str) -> list[Raylet]:
-    """Return a raylet of each cluster that answers and has a resource with a prefix, the oldest first."""
-    tagged = {one.address: one for one in list_raylets() if any(name.startswith(prefix) for name in one.resources)}
-    return sorted((one for one in tagged.values() if _answers(one.address)), key=lambda one: one.started_at)
-
-
-def _read_announcement() -> Target | None:
-    """Return the cluster that `ray start` of this user has announced on this machine."""
-    file = cluster_file()
-    try:
-        with open(file or "", encoding="utf-8") as opened:
-            is_mine, address = os.fstat(opened.fileno()).st_uid == os.getuid(), opened.read(300).strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return Target(address, f"`ray start` announced in {file}") if is_mine and _split(address) else None
 
 
 def _split(address: str) -> tuple[str, int] | None:

@@ -111,10 +111,10 @@ def parse_condition(text: str) -> tuple[bool, frozenset[str]]:
     # without "in" is refused.
     if text == "":
         return True, frozenset([""])
-    if (found := _CONDITION.fullmatch(text)) is None:
+    if (match := _CONDITION.fullmatch(text)) is None:
         raise ValueError(f"a label selector must be 'v', '!v', 'in(a,b)' or '!in(a,b)', got {text!r}")
-    negated, one, several = found.groups()
-    return not negated, frozenset(value.strip() for value in (one or several).split(","))
+    negated, single, several = match.groups()
+    return not negated, frozenset(value.strip() for value in (single or several).split(","))
 
 
 def check_selector(selector: Mapping[str, str]) -> None:
@@ -175,11 +175,6 @@ def check_counts(name: str, counts: Any, *, least: int = 0) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
-
-
 def check_positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -194,8 +189,6 @@ def check_seconds(name: str, value: Any) -> float:
 
 def check_segments(size: Any, used: int, strategy: str) -> None:
     """Refuse a number of logical nodes that are to share a topology domain, of those that are in use."""
-    if size is None:
-        return
     check_positive("segment_size", size)
     if strategy != "STRICT_PACK":
         raise ValueError(f"segment_size needs placement_group_strategy='STRICT_PACK', got {strategy!r}")
@@ -205,8 +198,6 @@ def check_segments(size: Any, used: int, strategy: str) -> None:
 
 def check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dict[str, float]:
     """Return the accelerators that a bundle holds, of which each of `capacity` workers gets the same part."""
-    if accelerators is None:
-        return {"GPU": 1.0} if use_gpus else {}
     if "GPU" in accelerators and not use_gpus:
         raise ValueError(f"accelerators={accelerators!r} has GPUs, and use_gpus=False none: leave use_gpus out")
     if unknown := sorted(accelerators.keys() - (names := accelerator_names())):
@@ -236,13 +227,15 @@ def make_asks(
     constraints: Sequence[Mapping[str, float]] | None,
 ) -> list[Ask]:
     """Return a request for each logical node, also for those that are not in use."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"placement_group_strategy must be one of {list(STRATEGIES)}, got {strategy!r}")
     if model is not None and not (isinstance(model, str) and model and accelerators):
         raise ValueError(f"accelerator_type must be the model of the accelerators of a bundle, got {model!r}")
     bundle = {"CPU": float(cpus), **accelerators}
     if model:
         bundle[f"{ACCELERATOR_TYPE}{model}"] = 0.001  # as Ray's own option of this name requests
-    selector = dict(labels or {})
-    check_selector(selector)
+    if selector := dict(labels or {}):
+        check_selector(selector)
     extras = [{}] * len(counts) if constraints is None else [extra or {} for extra in constraints]
     if len(extras) != len(counts):
         raise ValueError(f"node_resource_constraints has {len(extras)} entries for {len(counts)} logical nodes")
@@ -253,4 +246,4 @@ def make_asks(
                 f"got {name!r}: {amount!r}"
             )
     numbered = enumerate(zip(counts, extras, strict=True))
-    return [Ask(at, count, {**bundle, **extra}, strategy, selector) for at, (count, extra) in numbered]
+    return [Ask(number, count, {**bundle, **extra}, strategy, selector) for number, (count, extra) in numbered]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import ray
@@ -21,6 +22,7 @@ _never_connecting = threading.local()
 ALIVE_S = 5.0
 # How often a wait outside of Ray looks whether Ray is still there.
 LOOK_EVERY_S = 0.1
+_NODE_ID = b"--node_id="
 # What the use of a private part raises if a version of Ray lacks it.
 _MISSING = (ImportError, AttributeError, TypeError)
 
@@ -102,14 +104,6 @@ def draining_nodes() -> frozenset[str]:
     return frozenset(drain_deadlines())
 
 
-def driver_of(job_id: str) -> str:
-    """Return the worker id of a job's driver: the job's id, padded.
-
-    Reason: Ray constructs it so and does not report it. No attribute of Ray is used.
-    """
-    return job_id.ljust(56, "f")
-
-
 @dataclass(frozen=True)
 class Raylet:
     """A raylet of this user on this machine: its cluster's head, the process that started it, and when."""
@@ -141,6 +135,25 @@ def list_raylets() -> list[Raylet]:
             if address := options.get("gcs-address"):
                 found.append(Raylet(address, process.ppid(), process.create_time(), frozenset(resources)))
     return found
+
+
+def find_nodes_here() -> frozenset[str]:
+    """Return the ids of the nodes whose processes this one sees by the same pids, and may read.
+
+    Reason: no public function says whether the pids of a node are those that this process sees.
+    Fallback: none is found, and functions run on these nodes in tasks.
+    """
+    found = set()
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace
+            return frozenset()
+        own = os.readlink("/proc/self/ns/pid")
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or belongs to someone else
+                if (path / "comm").read_bytes() == b"raylet\n" and os.readlink(path / "ns/pid") == own:
+                    arguments = (path / "cmdline").read_bytes().split(b"\0")
+                    found |= {one[len(_NODE_ID) :].decode() for one in arguments if one.startswith(_NODE_ID)}
+    return frozenset(found)
 
 
 def is_client() -> bool:
@@ -395,60 +408,50 @@ def collect(requests: Mapping[_K, Callable[[], Any]], timeout_s: float) -> dict[
             futures.clear()
 
 
-def worker_is_alive(worker_id: str) -> bool | None:
-    """Return whether a process and its node are alive, or None if that is unknown. It takes two small requests.
+def bare_runtime_env() -> Any | None:
+    """Return a runtime_env that leaves out what this process's would pass on; None if there is nothing to leave out.
 
-    Reason: `ray.util.state.list_workers` needs the dashboard, and it and `ray.nodes()` list everything. When a node
-    dies, Ray does not mark its processes as dead.
-    Fallback: None. A node agent then keeps what ended processes hold, and leaves as soon as it holds nothing.
+    Reason: Ray merges the environment of the process that creates an actor or a task into theirs, and cannot leave it
+    out: `RuntimeEnv.serialize` drops the values of None that would. A slow pip install of the job would delay what has
+    to answer within seconds, and a Python that exists on one node alone would make it fail.
+    Fallback: None, and the environment is passed on.
     """
-    with contextlib.suppress(*_MISSING, ray.exceptions.RaySystemError):
-        from ray.core.generated.gcs_pb2 import WorkerTableData
-
-        accessor = ray._private.state.state._connect_and_get_accessor()
-        raw = accessor.get_worker_info(ray.WorkerID(bytes.fromhex(worker_id)))
-        if raw is None or not (row := WorkerTableData.FromString(raw)).is_alive:
-            return None if raw is None else False
-        node_id = ray.NodeID(row.worker_address.node_id)  # the request takes ids of this class only
-        (alive,) = ray._private.worker.global_worker.gcs_client.check_alive([node_id], timeout=ALIVE_S)
-        return bool(alive)
-    return None
-
-
-def clean_runtime_env() -> Any | None:
-    """Return the runtime_env with which an actor gets the job's environment, or None if it would get that anyway.
-
-    Reason: Ray merges the environment of the process that creates an actor into the actor's and cannot leave it out. A
-    value of None, which the public constructor drops, removes an entry.
-    Fallback: None. An agent then runs in the Python of the worker that created it, which may exist on the worker's node
-    alone.
-    """
+    mine = dict(ray.get_runtime_context().runtime_env)
+    if not mine:
+        return None
     from ray.runtime_env import RuntimeEnv
 
-    context = ray.get_runtime_context()
-    if context.get_worker_id() == driver_of(context.get_job_id()):
-        return None
-    mine = dict(context.runtime_env)
-    of_job: Any = mine
-    with contextlib.suppress(*_MISSING):
-        config = ray._private.worker.global_worker.core_worker.get_job_config()
-        of_job = RuntimeEnv.deserialize(config.runtime_env_info.serialized_runtime_env or "{}")
-    if mine == dict(of_job):
-        return None
-    clean = RuntimeEnv()
-    dict.update(clean, {key: of_job.get(key, [] if isinstance(mine[key], list) else None) for key in mine})
-    variables = dict.fromkeys(mine.get("env_vars") or {}, "") | (of_job.get("env_vars") or {})
-    if variables:
-        dict.__setitem__(clean, "env_vars", variables)
-    return clean
+    class Bare(RuntimeEnv):  # type: ignore[misc]
+        def serialize(self) -> str:
+            removed: dict[str, Any] = dict.fromkeys(mine)
+            if variables := mine.get("env_vars"):
+                # Ray merges these one by one. On the node, each gets the value there, or "" if it has none.
+                removed["env_vars"] = {name: f"${{{name}}}" for name in variables}
+            return json.dumps(removed, sort_keys=True)
+
+    return Bare()
 
 
 def create_actor(actor_class: Any, args: Sequence[Any], **options: Any) -> Any:
-    """Create an actor of a remote class in the job's environment, whatever process creates it; return its handle.
+    """Create an actor of a remote class without the environment of this process; return its handle.
 
-    Reason: the public `options` drops the entries of `clean_runtime_env`.
-    Fallback: `options`. The actor then gets the environment of the process that creates it.
+    Reason: the public `options` copies the environment, and drops what `bare_runtime_env` adds.
+    Fallback: `options`. The actor then gets the environment of this process.
     """
-    if (create := getattr(actor_class, "_remote", None)) is None:
-        return actor_class.options(**options).remote(*args)
-    return create(args=tuple(args), runtime_env=clean_runtime_env(), **options)
+    if (bare := bare_runtime_env()) is not None and (create := getattr(actor_class, "_remote", None)) is not None:
+        return create(args=tuple(args), runtime_env=bare, **options)
+    return actor_class.options(**options).remote(*args)
+
+
+def start_task(remote_function: Any, args: Sequence[Any], **options: Any) -> Any:
+    """Start a task without the environment of this process; return the reference to its result.
+
+    Reason and fallback: as for `create_actor`.
+    """
+    if (bare := bare_runtime_env()) is not None:
+        with contextlib.suppress(*_MISSING):
+            from ray._private.utils import get_runtime_env_info
+
+            info = get_runtime_env_info(bare, is_job_runtime_env=False, serialize=True)
+            return remote_function._remote(args=tuple(args), serialized_runtime_env_info=info, **options)
+    return remote_function.options(**options).remote(*args)

@@ -41,9 +41,9 @@ def draw(
         worker = "W " if len(groups) == 1 else f"G{number}:W"
         name = group.name_prefix or "an unnamed group"
         lines.append(f"{worker.strip()} r: worker of rank r of {name} ({_count_noun(group.world_size, 'worker')})")
-        for one in group.worker_metadata:
-            label = f"{worker}{one['global_rank']}"
-            state, key = one.get("state", ""), (one["node_idx"], one["bundle_index"])
+        for member in group.worker_metadata:
+            label = f"{worker}{member['global_rank']}"
+            state, key = member.get("state", ""), (member["node_idx"], member["bundle_index"])
             text = Text(f"{label}\n{state}" if state in _STYLES else label, style=_STYLES.get(state, "green"))
             inside.setdefault(cells.get(key, key), []).append(text)
 
@@ -56,7 +56,7 @@ def draw(
         notes = [*(["not used"] if count == 0 else []), *(f"{ip} ({node_id[:6]})" for node_id, ip in nodes.items())]
         head = Text(f"node {node_idx}").append("".join(f"\n{note}" for note in notes), style="dim")
         numbers = [Text(f"{node_idx}.{at}", style="" if slots else "dim") for at in range(count)]
-        table.add_row(head, *(Group(one, *inside.get((node_idx, at), [])) for at, one in enumerate(numbers)))
+        table.add_row(head, *(Group(number, *inside.get((node_idx, at), [])) for at, number in enumerate(numbers)))
     headline = Text(title or f"Ray Cluster: {count_bundles(counts, held)}", style="bold")
     return Group(headline, table, Text("\n".join(lines), style="dim"))
 
@@ -150,12 +150,12 @@ class ReservationReport:
         columns = ["logical node", "bundles", "each", "strategy", *([place] if self.plan else [])]
         asked = Table(*columns, title="Asked", title_justify="left")
         # A row for each run of neighbouring asks of one shape.
-        for _, run in itertools.groupby(enumerate(self.asks), lambda one: (one[1].shape, one[1].node_idx - one[0])):
+        for _, run in itertools.groupby(enumerate(self.asks), lambda item: (item[1].shape, item[1].node_idx - item[0])):
             asks = [ask for _, ask in run]
             ask, first, last = asks[0], asks[0].node_idx, asks[-1].node_idx
             number = str(first) if first == last else f"{first} to {last}"
             labels = "".join(f"\non {key}: {condition}" for key, condition in ask.labels.items())
-            nodes = dict.fromkeys(node_id for one in asks for node_id in self.plan.get(one.node_idx, ()))
+            nodes = dict.fromkeys(node_id for ask in asks for node_id in self.plan.get(ask.node_idx, ()))
             cells = [number, str(ask.count), _amounts(ask.bundle) + labels, ask.strategy]
             cells += [", ".join(node_id[:8] for node_id in nodes)] if self.plan else []
             asked.add_row(*map(Text, cells))
@@ -181,7 +181,7 @@ def draw_nodes(
                 f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]} (job {holder.job_id}): "
                 + ", ".join(f"{count} x {what}" for what, count in counted)
             )
-            rest = {name: amount - sum(one.get(name, 0.0) for one in bundles) for name, amount in rest.items()}
+            rest = {name: amount - sum(bundle.get(name, 0.0) for bundle in bundles) for name, amount in rest.items()}
         if others := {name: amount for name, amount in rest.items() if amount > 1e-4}:
             held_by.append(f"tasks, or actors that are starting: {_amounts(others)}")
         # Text, so that a name is not parsed as markup.
@@ -193,13 +193,13 @@ def draw_nodes(
 def name_holders(nodes: Sequence[Node], holders: Sequence[ResourceHolder], names: AbstractSet[str]) -> str:
     """Return who holds some of these resources on the nodes, the first few by name."""
     here = {node.node_id for node in nodes}
-    found = [
+    named = [
         f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]}"
         for holder in holders
         if any(names & held.keys() for node_id in here & holder.bundles.keys() for held in holder.bundles[node_id])
     ]
-    rest = [f"{len(found) - NAMED} more"] if len(found) > NAMED else []
-    return ", ".join([*found[:NAMED], *rest]) or "tasks, or actors that are starting"
+    rest = [f"{len(named) - NAMED} more"] if len(named) > NAMED else []
+    return ", ".join([*named[:NAMED], *rest]) or "tasks, or actors that are starting"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

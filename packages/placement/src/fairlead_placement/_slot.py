@@ -42,7 +42,7 @@ class Slot:
     @property
     def accelerator_ids(self) -> tuple[str, ...]:
         """The ids of all its accelerators; empty on CPU."""
-        return tuple(one for ids in self.accelerators.values() for one in ids)
+        return tuple(number for ids in self.accelerators.values() for number in ids)
 
     @property
     def key(self) -> tuple[str, int]:

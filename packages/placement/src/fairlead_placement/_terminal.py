@@ -120,13 +120,9 @@ class Output:
     def __init__(self) -> None:
         self._file = sys.stdout
 
-    def make_console(self) -> Console:
-        """Return a console of the terminal, or without colours and with long lines if it is none."""
-        return Console(file=self._file) if self._file.isatty() else Console(file=self._file, width=WIDTH)
-
     def print(self, renderable: RenderableType) -> None:
-        """Print tables and text, with colours on a terminal."""
-        console = self.make_console()
+        """Print tables and text, with colours on a terminal, else with long lines."""
+        console = Console(file=self._file, width=None if self._file.isatty() else WIDTH)
         with console.capture() as captured:
             console.print(renderable)
         # rich would end the program itself if the pipe is closed.

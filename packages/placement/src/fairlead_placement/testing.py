@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import ray
 from ray.util.placement_group import placement_group_table
 
-from ._nodes.agent import AGENT_NAME_PREFIX, ANSWER_S, ask_nodes
+from ._nodes.agent import ANSWER_S, ask_present, nodes_with
+from ._nodes.agent_process import NodeAgent
 from ._nodes.head import wait_until
 from ._ray_private import free_per_node, live_actors
 from ._reserve.groups import are_shown
@@ -25,8 +26,8 @@ _Snapshot = dict[str, frozenset[str]]
 def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
     """Assert that free resources, actors, placement groups and leased ports are the same after a block as before it.
 
-    Ray returns some of them with a delay, so they are compared until they agree. Node agents may stay for some seconds:
-    there is one per job and node, and it needs no resources. Without a running Ray nothing is asserted.
+    Ray returns some of them with a delay, so they are compared until they agree. Leased ports are those of
+    this process. Without a running Ray nothing is asserted.
 
     Args:
         timeout_s: seconds to wait until they agree.
@@ -60,16 +61,13 @@ def _snapshot() -> _Snapshot:
         for name, amount in resources.items()
         if name not in _IGNORED and not name.startswith("node:")
     }
-    actors = live_actors()
-    mine = f"{AGENT_NAME_PREFIX}{ray.get_runtime_context().get_job_id()}-"
-    agents = [actor.name.removeprefix(mine) for actor in actors if actor.name.startswith(mine)]
-    leased = ask_nodes("leased", dict.fromkeys(agents, ()), ANSWER_S)
+    leased = ask_present("leased", dict.fromkeys(nodes_with(), ()), timeout_s=ANSWER_S)
     return {
         "free resource": frozenset(free),
         "actor": frozenset(
             f"{actor.actor_id} {actor.class_name} {actor.name}"
-            for actor in actors
-            if not actor.name.startswith(AGENT_NAME_PREFIX)
+            for actor in live_actors()
+            if actor.class_name != NodeAgent.__name__
         ),
         "placement group": frozenset(
             f"{group_id} {row['name']}"

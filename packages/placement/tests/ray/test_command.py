@@ -64,46 +64,6 @@ def test_no_cluster():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("address", ["nonsense", "local"])
-def test_wrong_address(address):
-    """A text that is no address is named, and no cluster is started."""
-    done = run("nodes", "--address", address)
-    assert done.returncode == 2
-    assert address in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_token(start_script, tmp_path):
-    """The user's token is found for a named address. Without it, or with another one, the error says what to set."""
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
-    server = start_script(
-        """
-        import ray
-        print(ray.init(address="local", num_cpus=1, include_dashboard=False).address_info["gcs_address"], flush=True)
-        input()
-        """,
-        **token,
-    )
-    address = server.line()
-    command = [sys.executable, "-m", "fairlead_placement", "nodes", "--address", address]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-
-    def nodes(**env):
-        env = {**clean, "HOME": str(tmp_path), **env}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-
-    for env in ({}, {"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "fedcba9876543210" * 4}):
-        done = nodes(**env)
-        assert (done.returncode, done.stdout) == (3, "")
-        assert "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" in done.stderr
-        assert "Traceback" not in done.stderr
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text(token["RAY_AUTH_TOKEN"])
-    done = nodes()
-    assert done.returncode == 0, done.stderr
-    assert nodes(RAY_AUTH_MODE="disabled").returncode == 3
-
-
 def test_interrupt(address):
     """Ctrl-C ends a command with 130 and without a traceback."""
     command = [sys.executable, "-m", "fairlead_placement", "nodes", "--address", address]

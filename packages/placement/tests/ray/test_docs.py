@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fairlead_placement
-import fairlead_placement.spi
+import fairlead_placement.extension
 
 FOLDER = Path(fairlead_placement.__file__).parent
 # The module of each file, by its name.
@@ -23,7 +23,7 @@ def test_examples_in_docstrings(name, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     module = importlib.import_module(name.removesuffix(".__init__"))
     public = {one: getattr(fairlead_placement, one) for one in fairlead_placement.__all__}
-    spi = {one: getattr(fairlead_placement.spi, one) for one in fairlead_placement.spi.__all__}
+    spi = {one: getattr(fairlead_placement.extension, one) for one in fairlead_placement.extension.__all__}
     results = doctest.testmod(module, extraglobs={**public, **spi, **vars(module)})
     assert results.failed == 0
     text = SOURCES[name].read_text(encoding="utf-8")

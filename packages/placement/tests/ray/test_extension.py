@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clusters that get more logical nodes, and release some, while they are reserved, on one node."""
 
+from random import Random
+
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
@@ -13,7 +15,7 @@ from fairlead_placement import (
     ResourceInsufficientError,
 )
 from fairlead_placement._show import as_text
-from fairlead_placement.spi import claim_slots
+from fairlead_placement.extension import claim_slots
 from fairlead_placement.testing import assert_no_leaks
 
 
@@ -85,30 +87,18 @@ class TestOneNode:
             assert read_indices(cluster) == [0] * 4
 
     def test_two_at_once(self, hold_group, pauses, eventually, start_extension):
-        """A second extension waits for the first, or fails by its own timeout."""
+        """A second change waits for the first, or fails by its own timeout."""
         with RayVirtualCluster([2], use_gpus=False) as cluster:
             with hold_group([{"CPU": 12}]):
                 first = start_extension(cluster, 4)
                 assert eventually(lambda: pauses, 60)
-                with pytest.raises(
-                    PlacementTimeoutError, match=r"Waited 0\.\d s: another thread extends .* \(timeout_s\)"
-                ):
-                    cluster.extend([1], timeout_s=0.2)
+                for change in (lambda: cluster.extend([1], timeout_s=0.2), lambda: cluster.replace_lost_nodes(0.2)):
+                    with pytest.raises(PlacementTimeoutError, match=r"Waited 0\.2 s: another thread .* \(timeout_s\)"):
+                        change()
                 second = start_extension(cluster, 2)
                 assert read_indices(cluster) == [0, 0]
             assert (first.wait(), second.wait()) == ((1,), (2,))
             assert read_indices(cluster) == [0, 0, 1, 1, 1, 1, 2, 2]
-
-    def test_a_release_during_an_extension(self, pauses, eventually, start_extension):
-        """Nodes are released while an extension waits, which then gets their room."""
-        with RayVirtualCluster([2, 10], use_gpus=False) as cluster:
-            with pytest.raises(ResourceInsufficientError):
-                cluster.extend([8])
-            extension = start_extension(cluster, 8, wait_for_nodes_s=170)
-            assert eventually(lambda: pauses, 60)
-            cluster.release_nodes([1])
-            assert extension.wait() == (2,)
-            assert read_indices(cluster) == [0] * 2 + [2] * 8
 
     def test_a_shutdown_ends_an_extension(self, hold_group, pauses, eventually, start_extension):
         """A shutdown does not wait for an extension, which then fails and leaves nothing."""
@@ -142,6 +132,32 @@ class TestOneNode:
             cluster.release_nodes([0, 2, 4])
             assert cluster.slots() == ()
             assert cluster.extend([1]) == (5,)
+
+    def test_any_extensions_and_releases(self):
+        """Slots keep their order, additions come last, views keep their slots, and nodes are numbered in order."""
+        random = Random(7)
+        with RayVirtualCluster([2, 1], use_gpus=False) as cluster:
+            model, views, count = list(cluster.slots()), [], 2
+            for _ in range(12):
+                used = sorted({slot.node_idx for slot in cluster.slots()})
+                if len(model) < 8 or not used:
+                    more = [random.randint(1, 3) for _ in range(2)]
+                    assert cluster.extend(more) == (count, count + 1)
+                    count += 2
+                    model += cluster.slots()[len(model) :]
+                    assert read_indices(cluster)[-sum(more) :] == [count - 2] * more[0] + [count - 1] * more[1]
+                else:
+                    gone = set(random.sample(used, random.randint(1, len(used))))
+                    cluster.release_nodes(gone)
+                    model = [slot for slot in model if slot.node_idx not in gone]
+                keys = [slot.key for slot in model]
+                assert [slot.key for slot in cluster.slots()] == keys
+                assert [slot.local_rank for slot in cluster.slots()] == list(range(len(model)))
+                assert (cluster.world_size(), cluster.node_count()) == (len(model), len(set(read_indices(cluster))))
+                for view, wanted in views:
+                    assert [slot.key for slot in view.slots()] == [key for key in wanted if key in keys]
+                if model:
+                    views.append((cluster.split([1] * len(model))[0], keys[:1]))
 
     def test_a_changed_cluster_is_reserved_again(self):
         """After a shutdown the cluster reserves the logical nodes that it had last."""

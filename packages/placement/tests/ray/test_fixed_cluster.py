@@ -5,7 +5,7 @@ import pytest
 from ray._private import services
 
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement.spi import autoscaler_is_there
+from fairlead_placement.extension import autoscaler_is_there
 
 
 def test_an_autoscaler_without_configuration(raylets, tmp_path, monkeypatch, eventually):

@@ -15,6 +15,7 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement._reserve import gpus
 
 
 def in_bundle(group, index=0):
@@ -95,13 +96,6 @@ def test_a_list_for_each_logical_node(local):
         assert read_gpu_ids(cluster) == {1: [2, 3]}
 
 
-def test_auto(local, monkeypatch):
-    """ "auto" means any GPUs, and holds no others in between."""
-    monkeypatch.delattr("fairlead_placement._reserve.wait.try_gpus")
-    with RayVirtualCluster([2], gpu_ids="auto") as cluster:
-        assert len(cluster.slots()) == 2
-
-
 def test_two_at_once(local):
     """Two clusters that request different GPUs of one node at the same time both get theirs."""
     clusters = [RayVirtualCluster([2], gpu_ids=ids) for ids in ([1, 2], [0, 3])]
@@ -139,19 +133,10 @@ def test_held_by_others(local, hold_group):
             assert read_gpu_ids(cluster) == {0: free}
 
 
-def test_held_by_a_part(local):
-    """A GPU of which an actor holds a part is not free, although Ray counts the rest as free."""
-    with (
-        actor(num_gpus=0.25) as (part,),
-        pytest.raises(ResourceInsufficientError, match=f"GPU {part}, asked for logical node 0, is not free"),
-    ):
-        RayVirtualCluster([1], gpu_ids=[part], reserve_timeout_s=0).reserve()
-
-
 @pytest.mark.parametrize(
     ("counts", "ids", "message"),
     [
-        ([2], [3, 4], r"No node has GPU 4, asked for logical node 0: node \w{8} \([\d.]+\) has 0, 1, 2, 3. Ask for"),
+        ([2], [3, 4], r"No node has GPU 4, asked for logical node 0: node \w{8} \([\d.]+\) has 0, 1, 2, 3\..* Ask for"),
         ([1, 1], [[0], [0]], r"cannot hold 2 logical node\(s\) on the GPUs asked for, even when it is idle: node"),
     ],
 )
@@ -163,52 +148,20 @@ def test_no_node_has_them(local, pauses, counts, ids, message):
     assert pauses == []
 
 
-def test_only_the_rest_is_missing(local, hold_group):
-    """If the GPUs are free and another resource is not, the error says so."""
-    with (
-        hold_group([{"CPU": 15}]),
-        pytest.raises(PlacementTimeoutError, match="GPUs asked for are free, but others hold"),
-    ):
-        RayVirtualCluster([2], gpu_ids=[0, 1], reserve_timeout_s=0).reserve()
-
-
-def test_a_waiter_is_served(local, pauses, eventually):
-    """A waiting reservation gets its GPUs when they are released."""
-    first = RayVirtualCluster([2], gpu_ids=[0, 1]).reserve()
-    second = RayVirtualCluster([2], gpu_ids=[1, 2])
-    waiter = threading.Thread(target=second.reserve)
-    waiter.start()
-    assert eventually(lambda: pauses, 120)
-    assert waiter.is_alive()
-    first.shutdown()
-    waiter.join()
-    assert read_gpu_ids(second) == {0: [1, 2]}
-    second.shutdown()
-
-
 def test_wrong_ids_are_not_kept(local, monkeypatch):
-    """Groups that Ray placed on other GPUs are removed, and the GPUs count as taken (seam: the check fails)."""
-    checked = []
-    monkeypatch.setattr(
-        "fairlead_placement._reserve.gpus._check_ids", lambda *placed, **options: checked.append(placed)
-    )
+    """Groups that Ray placed on other GPUs are removed, and the GPUs count as taken (seam: the ids of the groups)."""
+    read, checked = gpus.accelerator_ids, []
+
+    def read_others(placed, **options):
+        if "CPU" not in placed[0].bundles[0]:  # it only keeps others from the GPU
+            return read(placed, **options)
+        checked.append(placed)
+        return [[{"GPU": ("9",)}]]
+
+    monkeypatch.setattr(gpus, "accelerator_ids", read_others)
     with pytest.raises(ResourceInsufficientError, match="GPU 0, asked for logical node 0, is not free"):
         RayVirtualCluster([1], gpu_ids=[0], reserve_timeout_s=0).reserve()
     assert len(checked) == 1
-
-
-def test_ids_are_asked_for_until_the_deadline_of_the_reservation(local, monkeypatch):
-    """Nodes may take the whole time of the reservation to report ids (seam: the time that they have without it)."""
-    monkeypatch.setattr("fairlead_placement._reserve.slots.LEAST_S", 0.0)
-    for gpu_ids in (None, [1]):
-        with RayVirtualCluster([1], gpu_ids=gpu_ids, reserve_timeout_s=120) as cluster:
-            assert len(cluster.slots()[0].accelerator_ids) == 1
-
-
-def test_ids_are_found_without_time_to_wait(local):
-    """A reservation without time to wait still reads its ids, because the resources are held by then."""
-    with RayVirtualCluster([1], reserve_timeout_s=0) as cluster:
-        assert len(cluster.slots()[0].accelerator_ids) == 1
 
 
 def test_ids_that_do_not_come(local, monkeypatch):
@@ -241,7 +194,6 @@ class Gate:
         "gpus.accelerator_ids",
         "gpus.exchange",
         "gpus.place",
-        "gpus._check_ids",
     ],
 )
 def test_interrupted(local, monkeypatch, seam):
@@ -254,27 +206,6 @@ def test_interrupted(local, monkeypatch, seam):
     monkeypatch.setattr(f"fairlead_placement._reserve.{seam}", interrupt)
     with pytest.raises(KeyboardInterrupt):
         RayVirtualCluster([1], gpu_ids=[2]).reserve()
-    assert groups_there() == []
-
-
-def test_interrupted_at_the_end(local, monkeypatch):
-    """An interrupt of the fillers' removal leaves no group on the requested GPUs (seam: that removal)."""
-    from fairlead_placement._reserve import gpus as _gpus
-    from fairlead_placement._reserve import groups as _groups
-
-    remove, calls = _groups.remove, []
-
-    def interrupted_late(made):
-        remove(made)
-        calls.append(len(made))
-        if len(made) == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(_gpus, "remove", interrupted_late)
-    monkeypatch.setattr(_groups, "remove", interrupted_late)
-    with pytest.raises(KeyboardInterrupt):
-        RayVirtualCluster([1], gpu_ids=[2]).reserve()
-    assert calls == [0, 1, 4, 1]
     assert groups_there() == []
 
 

@@ -3,7 +3,6 @@
 
 import contextlib
 import functools
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,8 +15,7 @@ from fairlead_placement import HeadTimeoutError, PlacementError, PlacementTimeou
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._reserve import held as _held
-from fairlead_placement._reserve import wait as _wait
-from fairlead_placement.spi import alive_nodes, head_deadline, place_pinned, read_holders, read_nodes
+from fairlead_placement.extension import head_deadline, place_pinned
 from fairlead_placement.testing import assert_no_leaks
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -38,37 +36,6 @@ def stop_head(stop_process):
         yield stop
 
 
-def test_one_request(stop_head):
-    """The error says what was requested, how long this process waited, and what to do."""
-    with stop_head():
-        began = time.monotonic()
-        with pytest.raises(HeadTimeoutError) as caught:
-            alive_nodes(timeout_s=0.7)
-        assert time.monotonic() - began >= 0.7
-    message = str(caught.value)
-    beginning = r"Ray's head \(GCS\) did not answer a request to list the nodes; waited \d+\.\d s\. "
-    assert re.match(beginning, message)
-    assert "gcs_server" in message
-    assert "try again" in message
-    assert isinstance(caught.value, PlacementTimeoutError)
-    assert alive_nodes(timeout_s=60) == {ray.nodes()[0]["NodeID"]}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("read", [read_nodes, read_holders, alive_nodes])
-def test_a_deadline_for_a_block(stop_head, read):
-    """All requests of a block end by its deadline. Without a deadline, a request waits until the head answers."""
-    with stop_head() as resume:
-        with pytest.raises(HeadTimeoutError), head_deadline(0.5):
-            read()
-        with ThreadPoolExecutor() as pool:
-            late = pool.submit(read)
-            with pytest.raises(TimeoutError):
-                late.result(1)
-            resume()
-            assert late.result(60) is not None
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("options", [{"use_gpus": False}, {"gpu_ids": [0]}], ids=["any", "gpu_ids"])
 def test_reserving(stop_head, monkeypatch, options):
@@ -85,16 +52,6 @@ def test_reserving(stop_head, monkeypatch, options):
 
 
 @pytest.mark.nightly
-def test_the_head_hangs_while_a_reservation_waits(stop_head, monkeypatch):
-    """A waiting reservation also fails in time if the head hangs during the wait."""
-    with RayVirtualCluster([1], use_gpus=False), contextlib.ExitStack() as stopped:
-        clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: stopped.enter_context(stop_head()))
-        monkeypatch.setattr(_wait, "time", clock)
-        with pytest.raises(HeadTimeoutError):
-            RayVirtualCluster([16], use_gpus=False, reserve_timeout_s=1.0).reserve()
-
-
-@pytest.mark.nightly
 def test_groups_that_are_created_too_late(stop_head, eventually):
     """A placement group that Ray creates after its reservation has failed is removed."""
     node_id = ray.nodes()[0]["NodeID"]
@@ -102,24 +59,6 @@ def test_groups_that_are_created_too_late(stop_head, eventually):
     with stop_head(), pytest.raises(HeadTimeoutError, match=message), head_deadline(0.5):
         place_pinned({"late": [(node_id, {"CPU": 1.0})]})
     assert eventually(lambda: all(row["state"] == "REMOVED" for row in placement_group_table().values()))
-
-
-@pytest.mark.nightly
-def test_using_and_shutting_down(stop_head, monkeypatch, eventually):
-    """Reading a cluster's state and shutting it down fail in time; the groups are removed later."""
-    cluster = RayVirtualCluster([2], use_gpus=False).reserve()
-    cluster.get_master_address_and_port()
-    with stop_head(), monkeypatch.context() as patch:
-        patch.setattr(_head, "ALIVE_S", 0.5)
-        patch.setattr(_head, "HEAD_S", 0.5)
-        patch.setattr(_held, "GIVE_BACK_S", 1.0)
-        for use in (cluster.explain, cluster.get_resource_usage, lambda: cluster.replace_lost_nodes(0.5)):
-            with pytest.raises(HeadTimeoutError):
-                use()
-        with pytest.raises(HeadTimeoutError):
-            cluster.shutdown()
-    assert cluster.shutdown()
-    assert eventually(lambda: ray.available_resources().get("CPU") == 16, 30)
 
 
 # The limit of everything that has none of its own, and of everything that takes one.

@@ -154,39 +154,6 @@ def test_attaching(server, run_script):
     ]
 
 
-def test_whose_local_ray(server, private, folder, run_script):
-    """A private Ray is never joined, and a local one of `init_ray` only with the same devices and session folder."""
-    address, _ = server
-    out = run_script(
-        f"""
-        import logging, os, sys
-        import ray
-        from fairlead_placement import init_ray
-        from fairlead_placement._init import find_target
-
-        logging.getLogger("fairlead_placement").addHandler(logging.StreamHandler(sys.stdout))
-        logging.getLogger("fairlead_placement").setLevel(logging.INFO)
-        os.environ["RAY_TMPDIR"] = "{folder}/other"
-        print(find_target(None))
-        os.environ["RAY_TMPDIR"] = "{folder}"
-        init_ray(num_cpus=2)
-        print(ray.get_runtime_context().gcs_address)
-        ray.shutdown()
-        os.environ["CUDA_VISIBLE_DEVICES"] = "1"
-        init_ray(num_cpus=3)
-        print(ray.cluster_resources()["CPU"])
-        """,
-        CUDA_VISIBLE_DEVICES="0",
-        RAY_TMPDIR=str(folder),
-        RAY_ADDRESS="",
-        **TOKEN,
-    )
-    none, attached, joined, started, size = out.splitlines()
-    assert (none, joined, size) == ("None", address, "3.0")
-    assert re.fullmatch(rf"Attached to the Ray cluster at {address}, which init_ray started in process \d+\.", attached)
-    assert started == "Started a Ray cluster on this machine: none was named or announced."
-
-
 def test_commands(server, private, folder, run_script):
     """Without an address, a command takes the only cluster of `init_ray` here. It lists the private ones if none is."""
     script = """
@@ -241,15 +208,15 @@ def test_ray_client(private, start_script):
         import gc
         import ray
         from fairlead_placement import PlacementError, RayVirtualCluster, init_ray
-        from fairlead_placement.spi import connection, find_agents, publish, read_nodes, run_on_nodes
+        from fairlead_placement.extension import connection, find_boards, publish, read_nodes, run_on_nodes
 
         ray.init("{private[1]}", logging_level="error")
         cluster = RayVirtualCluster([1], use_gpus=False)
         for method in (
             init_ray,
             read_nodes,
-            find_agents,
-            lambda: publish("key", 1, {{"a" * 56: 1}}),
+            find_boards,
+            lambda: publish("key", 1, "value"),
             lambda: run_on_nodes(int, {{"a" * 56: ()}}, timeout_s=1.0),
             cluster.explain,
             cluster.reserve,
@@ -280,30 +247,6 @@ def test_ray_client(private, start_script):
     assert "Traceback" not in errors
 
 
-def test_connection(server, run_script):
-    """Each connection has its own identity, also to the same cluster."""
-    address, _ = server
-    out = run_script(
-        """
-        import ray
-        from fairlead_placement import init_ray
-        from fairlead_placement.spi import connection
-
-        seen = []
-        for _ in range(2):
-            init_ray()
-            seen.append(connection())
-            assert connection() == seen[-1]
-            ray.shutdown()
-            assert connection() is None
-        print(seen[0] == seen[1], all(seen))
-        """,
-        RAY_ADDRESS=address,
-        **TOKEN,
-    )
-    assert out.split() == ["False", "True"]
-
-
 def test_a_file_that_outlived_its_cluster(run_script):
     """If something else listens at the address in Ray's file, `init_ray` fails in time and names the file."""
     with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp") as folder:
@@ -330,12 +273,6 @@ def test_a_file_that_outlived_its_cluster(run_script):
         )
     assert out.startswith("HeadTimeoutError Something listens at ")
     assert f"which `ray start` announced in {folder}/ray/ray_current_cluster, but no Ray head answered there" in out
-
-
-def test_log_dir(server):
-    """A local Ray creates the given folder, and keeps its session and its logs there."""
-    _, logs = server
-    assert list(logs.glob("session_*/logs/raylet.out"))
 
 
 def test_no_token(server, run_script, tmp_path):

@@ -43,21 +43,11 @@ def test_ray_ends_first(start_script):
     assert err == ""
 
 
-def test_import_is_light(run_script):
-    """Importing the package starts neither Ray nor an agent."""
-    out = run_script("""
-        import fairlead_placement, ray
-        from fairlead_placement import testing
-        print(ray.is_initialized())
-        """)
-    assert out == "False\n"
-
-
 def test_at_exit(run_script):
     """At interpreter exit nothing is released, and an object that is dropped then does not delay the exit."""
     out = run_script(
         """
-        from fairlead_placement.spi import release_when_dropped
+        from fairlead_placement.extension import release_when_dropped
 
         class Owner:
             pass
@@ -80,7 +70,7 @@ def test_ray_is_shut_down_meanwhile(run_script):
 
         import ray
 
-        from fairlead_placement.spi import collect, release_when_dropped
+        from fairlead_placement.extension import collect, release_when_dropped
 
         ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error")
 
@@ -109,3 +99,36 @@ def test_ray_is_shut_down_meanwhile(run_script):
         """
     )
     assert out == "True\n"
+
+
+def test_few_functions_and_one_thread(run_script):
+    """A reservation enters few functions of the package, on the calling thread and at most one other."""
+    out = run_script(
+        """
+        import sys, threading
+        from pathlib import Path
+        import ray
+        import fairlead_placement
+
+        source, entered = str(Path(fairlead_placement.__file__).parent), set()
+
+        def note(frame, event, _):
+            code = frame.f_code
+            # Comprehensions and generator expressions are parts of a function.
+            if event == "call" and code.co_filename.startswith(source) and code.co_name[-5:] not in ("comp>", "expr>"):
+                entered.add(code)
+
+        ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="error")
+        before = set(threading.enumerate())
+        threading.setprofile(note)
+        sys.setprofile(note)
+        cluster = fairlead_placement.RayVirtualCluster([4], use_gpus=False).reserve()
+        sys.setprofile(None)
+        threading.setprofile(None)
+        print(len(entered), len(set(threading.enumerate()) - before))
+        cluster.shutdown()
+        """
+    )
+    functions, threads = map(int, out.split())
+    assert functions <= 45
+    assert threads <= 1

@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several nodes: the node of each logical node, their order, and nodes that join later."""
 
-import concurrent.futures
-import contextlib
 import os
 import signal
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
 from fairlead_placement import (
-    NodeAgent,
     PlacementTimeoutError,
     RayVirtualCluster,
     ResourceInsufficientError,
     lease_ports,
     release_ports,
 )
-from fairlead_placement.spi import run_on_nodes
 
 
 @pytest.fixture(scope="module")
@@ -61,32 +56,6 @@ def test_logical_nodes_are_physical_nodes(ids):
         ]
         for group, node_id in zip(cluster.get_placement_groups(), ids, strict=True):
             assert set(placement_group_table(group)["bundles_to_node_id"].values()) == {node_id}
-
-
-def test_uneven_logical_nodes(ids):
-    """A small logical node leaves the large nodes to large ones; slots follow the nodes, not the numbers."""
-    with RayVirtualCluster([2, 4, 4], use_gpus=False) as cluster:
-        assert facts(cluster) == [
-            *((1, ids[0], 0, local) for local in range(4)),
-            *((2, ids[1], 1, local) for local in range(4)),
-            *((0, ids[2], 2, local) for local in range(2)),
-        ]
-
-
-def test_unified(ids):
-    """A unified cluster is one group of pinned bundles; it needs a physical node for each logical node."""
-    with RayVirtualCluster([1, 0, 1], use_gpus=False).reserve(unified=True) as cluster:
-        assert facts(cluster) == [(0, ids[0], 0, 0), (2, ids[1], 1, 0)]
-        (group,) = cluster.get_placement_groups()
-        assert placement_group_table(group)["bundles_to_node_id"] == {0: ids[0], 1: ids[1]}
-    with pytest.raises(ResourceInsufficientError, match="each logical node on a physical node of its own"):
-        RayVirtualCluster([1, 1, 1, 1], use_gpus=False).reserve(unified=True)
-
-
-def test_spreading(ids):
-    """With STRICT_SPREAD the bundles of one logical node are on different nodes."""
-    with RayVirtualCluster([3], use_gpus=False, placement_group_strategy="STRICT_SPREAD") as cluster:
-        assert facts(cluster) == [(0, ids[rank], rank, 0) for rank in range(3)]
 
 
 def test_segments(ids):
@@ -141,91 +110,32 @@ def test_ports_on_several_nodes(ids):
             lease.release()
 
 
-@contextlib.contextmanager
-def last_is_late():
-    """Let the deadline of requests to three agents come as soon as two have answered (seam: the wait)."""
-
-    def wait_for_two(futures, timeout):
-        done, late = concurrent.futures.wait(futures, timeout)
-        return SimpleNamespace(not_done=late if len(done) < 2 else ())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fairlead_placement._ray_private.wait", wait_for_two)
-        yield
-
-
-@pytest.fixture
-def resume_agent(cluster, ids, stop_process):
-    """Stop the agent of the first node, and return a function that continues it."""
-    with stop_process(NodeAgent(ids[0]).run(os.getpid)) as resume:
-        yield resume
-
-
 @pytest.mark.nightly
-def test_ports_where_an_agent_hangs(ids, stop_process, eventually):
-    """An agent that does not answer delays no other agent's release, and releases its ports when it answers."""
+def test_ports_where_an_agent_hangs(ids, agent_pids, stop_process, eventually):
+    """An agent that does not answer delays no other agent, and holds nothing after it answers again."""
     with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
         leases = [lease for of_slot in lease_ports(cluster.slots()) for lease in of_slot]
-        with stop_process(NodeAgent(ids[0]).run(os.getpid)):
-            late = pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'release' within 60 s")
-            with last_is_late(), late:
-                release_ports(leases)
-            assert [NodeAgent(node_id).leased() for node_id in ids[1:]] == [[], []]
-        assert eventually(lambda: NodeAgent(ids[0]).leased() == [])
+        (pid,) = agent_pids(ids[0])
+        with stop_process(pid):
+            with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'lease' within 2 s"):
+                lease_ports(cluster.slots(), timeout_s=2.0)
+            with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'release' within 2 s"):
+                release_ports(leases, timeout_s=2.0)
+            assert eventually(lambda: agent_pids(*ids[1:]) == [])
+        assert eventually(lambda: agent_pids() == [])
 
 
 @pytest.mark.nightly
-def test_ports_that_are_leased_too_late(ids, resume_agent, eventually):
-    """Ports that an agent leases after the deadline are released."""
-    with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
-        late = pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'lease' within 60 s")
-        with last_is_late(), late:
-            lease_ports(cluster.slots())
-        resume_agent()
-        assert eventually(lambda: NodeAgent(ids[0]).requests() is not None)
-        assert eventually(lambda: [NodeAgent(node_id).leased() for node_id in ids] == [[], [], []])
-
-
-def test_run_on_nodes(ids, tmp_path):
-    """A function runs on several nodes at once; a failure on one does not hide the results of the others."""
-    over = tmp_path / "over"
-
-    def node_id(wanted):
-        if wanted == "none":
-            raise KeyError(wanted)
-        while wanted == "slow" and not over.exists():
-            time.sleep(0.02)
-        return ray.get_runtime_context().get_node_id(), wanted
-
-    assert run_on_nodes(node_id, {one: (number,) for number, one in enumerate(ids)}) == {
-        one: (one, number) for number, one in enumerate(ids)
-    }
-    with last_is_late():
-        found = run_on_nodes(node_id, {ids[0]: ("none",), ids[1]: ("slow",), ids[2]: ("fine",)})
-    over.touch()
-    assert isinstance(found[ids[0]], KeyError)
-    assert isinstance(found[ids[1]], PlacementTimeoutError)
-    assert found[ids[2]] == (ids[2], "fine")
-    assert run_on_nodes(node_id, {}) == {}
-
-
-def test_run_where_the_agent_has_died(ids):
-    """A dead agent is replaced, as for a single request."""
-    first = NodeAgent(ids[0]).run(os.getpid)
-    os.kill(first, signal.SIGKILL)
-    second = run_on_nodes(os.getpid, {ids[0]: (), ids[1]: ()})[ids[0]]
-    assert isinstance(second, int)
-    assert second != first
-
-
-@pytest.mark.nightly
-def test_agents_that_die_again_and_again(ids):
+def test_agents_that_die_again_and_again(ids, agent_pids, eventually):
     """Each dead agent is replaced at once, however many have died before."""
-    pids = [NodeAgent(ids[0]).run(os.getpid)]
-    for _ in range(4):
-        os.kill(pids[-1], signal.SIGKILL)
-        pids.append(NodeAgent(ids[0]).run(os.getpid))
-    assert len(set(pids)) == 5
+    pids = []
+    with RayVirtualCluster([1], use_gpus=False) as cluster:
+        for _ in range(4):
+            lease_ports(cluster.slots())
+            pids += agent_pids(cluster.slots()[0].node_id)
+            os.kill(pids[-1], signal.SIGKILL)
+            assert eventually(lambda: agent_pids() == [])
+    assert len(set(pids)) == 4
 
 
 def test_a_node_that_joins_later(cluster):

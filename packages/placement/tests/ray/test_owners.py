@@ -1,203 +1,181 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports and agents of a process that ends, and also placement groups of a job that ends."""
+"""Ports, agents and placement groups of a process that ends."""
 
 import contextlib
 import os
-import socket
+import shutil
+import subprocess
 import time
+import uuid
 
+import psutil
 import pytest
 import ray
 from ray import PlacementGroupID
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement import NodeAgent, PlacementTimeoutError, RayVirtualCluster, _ray_private
-from fairlead_placement._nodes import agent_process
-from fairlead_placement._nodes.agent import AGENT_NAME_PREFIX
-from fairlead_placement._ray_private import live_actors, worker_is_alive
+from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
+from fairlead_placement._ray_private import live_actors
+from fairlead_placement.extension import find_boards, publish, read_boards, withdraw
 
 LOW = 30000 + os.getpid() % 1000 * 2
-# How long the agents of these tests stay, and how often they look for owners that have ended. A process sends these
-# values with the code of an agent, so each process that creates one sets them first.
-IDLE_S, OWNERS_S = 1.0, 1.0
-HASTEN = f"from fairlead_placement._nodes import agent_process as it; it.IDLE_S, it.OWNERS_S = {IDLE_S}, {OWNERS_S}"
 
 
 @pytest.fixture(scope="module")
 def nodes(raylets):
-    """Start a head of 4 CPUs and attach this process to it; a test may add a node."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        raylets({"num_cpus": 4}, quick_deaths=True, logging_level="error", log_to_driver=False) as made,
-    ):
-        patch.setattr(agent_process, "IDLE_S", IDLE_S)
-        patch.setattr(agent_process, "OWNERS_S", OWNERS_S)
+    """Start a head of 4 CPUs and attach this process to it."""
+    with raylets({"num_cpus": 4}, quick_deaths=True, logging_level="error", log_to_driver=False) as made:
         yield made
 
 
-@pytest.fixture
-def head(nodes):
-    return nodes.head_node.node_id
+@pytest.fixture(autouse=True)
+def nothing_is_left(nodes):
+    """Kill the actors and remove the groups that a failed test leaves, so that the next test is not affected."""
+    yield
+    for actor in live_actors():
+        if actor.class_name.endswith(("Controller", "Holder")):
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(actor.name, namespace="controllers"))
+    for group in live_groups():
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
 
 
-@ray.remote(num_cpus=0)
+def live_groups():
+    return [group_id for group_id, row in placement_group_table().items() if row["state"] != "REMOVED"]
+
+
 class Controller:
-    """Reserves, as an RL controller does, and keeps its reservation."""
+    """Reserves, leases a port and publishes, as an RL controller does."""
 
-    def __init__(self):
-        from fairlead_placement._nodes import agent_process as there  # the global one comes by value
-
-        there.IDLE_S, there.OWNERS_S = IDLE_S, OWNERS_S
-
-    def reserve(self, name, port, where):
-        selector = {"ray.io/node-id": where}
-        self.cluster = RayVirtualCluster(
-            [2],
-            use_gpus=False,
-            name=name,
-            port_range_low=port,
-            port_range_high=port,
-            label_selector=selector,
-        ).reserve()
+    def hold(self, port):
+        own = {"port_range_low": port, "port_range_high": port}
+        self.cluster = RayVirtualCluster([1], use_gpus=False, **own)
         self.cluster.get_master_address_and_port()
-        return ray.get_runtime_context().get_worker_id()
-
-    def agent(self, node_id):
-        return NodeAgent(node_id).run(lambda: (os.getpid(), os.environ.get("MINE")))
+        publish("theirs", 1, "value")
+        return os.getpid()
 
     def exit(self):
         ray.actor.exit_actor()
 
 
-def groups():
-    return [row["name"] for row in placement_group_table().values() if row["state"] != "REMOVED"]
+def start_controller(port, **options):
+    """Return an actor that holds something, its id, its process, and the agent of it."""
+    controller = ray.remote(num_cpus=0)(Controller).options(namespace="controllers", name=f"at-{port}", **options)
+    actor = controller.remote()
+    return actor, actor._actor_id.hex(), ray.get(actor.hold.remote(port), timeout=120)
 
 
-def is_free(port):
-    with contextlib.closing(socket.socket()) as server:
+def describe(actor_id, pid, agents):
+    """Return where the process of an actor stands: its state by Ray, its process, its stack, and what else is left."""
+    rows = [row for row in live_actors() if row.actor_id == actor_id]
+    lines = [f"actor {actor_id}: {rows or 'dead by Ray'}", f"agents: {agents}", f"groups: {live_groups()}"]
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        lines.append(f"process {pid}: {process.status()} {process.cmdline()}, {process.num_threads()} threads")
+        if shutil.which("py-spy"):
+            dump = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=60)
+            lines.append(dump.stdout + dump.stderr)
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def is_free(bind):
+    """Return a function that returns whether a port can be bound."""
+
+    def read(port):
         try:
-            server.bind(("", port))
+            bind(port)
         except OSError:
             return False
         return True
 
-
-def agents_of(job):
-    return [actor.name for actor in live_actors() if actor.name.startswith(f"{AGENT_NAME_PREFIX}{job}")]
+    return read
 
 
-def test_a_controller_that_ends(nodes, head, eventually):
-    """However an actor ends, its ports are released; the agent and others' leases stay.
+ENDS = {
+    "killed": ray.kill,
+    "exits": lambda actor: actor.exit.remote(),
+    "dropped": lambda actor: None,
+}
 
-    Its groups stay if it was killed; one that is dropped may still return them before its process exits.
-    """
-    first = Controller.options(runtime_env={"env_vars": {"MINE": "yes"}}).remote()
-    pid, mine = ray.get(first.agent.remote(head))
-    assert not mine  # the agent does not run in the environment of the process that asks first
-    ends = {"killed": ray.kill, "exits": lambda actor: actor.exit.remote(), "dropped": lambda actor: None}
-    first.__ray_terminate__.remote()
-    with RayVirtualCluster([1], use_gpus=False, port_range_low=LOW + 1, port_range_high=LOW + 1) as cluster:
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_controller_that_ends(nodes, agent_pids, is_free, eventually, how):
+    """However an actor ends, its agent ends with it, and the port and the board of another owner stay."""
+    own = {"port_range_low": LOW, "port_range_high": LOW}
+    with RayVirtualCluster([1], use_gpus=False, **own) as cluster:
         cluster.get_master_address_and_port()
-        for how, end in ends.items():
-            controller = Controller.remote()
-            worker = ray.get(controller.reserve.remote(how, LOW, head))
-            assert len(groups()) == 2
-            assert not is_free(LOW)
-            end(controller)
-            if how == "dropped":
-                del controller
-            assert eventually(lambda: is_free(LOW)), (how, worker_is_alive(worker), live_actors())
-            (left,) = [row for row in placement_group_table().values() if row["name"].startswith(how)]
-            with contextlib.suppress(*[ValueError] * (how != "killed")):  # it is removed already
-                remove_placement_group(get_placement_group(left["name"]))  # Ray would do so at the end of the job
-            assert worker_is_alive(worker) is False
-        assert NodeAgent(head).leased() == [LOW + 1]
-        assert NodeAgent(head).run(os.getpid) == pid
-        assert len(agents_of(ray.get_runtime_context().get_job_id())) == 1
-    assert groups() == []
+        publish("mine", 1, "value")
+        mine = agent_pids()
+        assert len(mine) == 1
+        port = LOW + 1
+        actor, actor_id, pid = start_controller(port)
+        # The two owners of this job have an agent each, and do not meet.
+        assert len(agent_pids()) == 2
+        boards = read_boards(find_boards(), "", timeout_s=60).values()
+        assert sorted(map(str, boards)) == ["{'mine': 'value'}", "{'theirs': 'value'}"]
+        assert not is_free(port)
+        ENDS[how](actor)
+        del actor
+        is_over = eventually(lambda: is_free(port) and agent_pids() == mine, 60)
+        assert is_over, describe(actor_id, pid, agent_pids())
+        ended = eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 60)
+        assert ended, describe(actor_id, pid, agent_pids())
+        assert not is_free(LOW)
+        withdraw("mine")
+    assert eventually(lambda: agent_pids() == [])
 
 
 @pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.nightly), "exits"])
-def test_a_driver_that_ends(nodes, start_script, eventually, how):
-    """The agents of a job, and all that they hold, end with it; a driver that exits prints nothing."""
+def test_a_driver_that_ends(nodes, agent_pids, is_free, start_script, eventually, how):
+    """No process of a job is left 5 s after it, nor what they held; a driver that exits prints nothing."""
     source = f"""
         import ray
         ray.init(address={nodes.address!r}, logging_level="error")
         from fairlead_placement import RayVirtualCluster
-        {HASTEN}
         cluster = RayVirtualCluster([1], use_gpus=False, port_range_low={LOW}, port_range_high={LOW})
         cluster.get_master_address_and_port()
-        print(ray.get_runtime_context().get_job_id())
+        print("ready")
         input()
         """
     # Without this setting Ray 2.55 prints a tip in every driver that starts workers.
     script = start_script(source, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
-    job = script.line()
-    assert len(agents_of(job)) == 1
+    assert script.line() == "ready"
+    (agent,) = agent_pids()
     assert not is_free(LOW)
     if how == "killed":
         script.process.kill()
     else:
         assert script.finish() == ("", "")
-    assert eventually(lambda: not agents_of(job))
-    assert eventually(lambda: is_free(LOW))
-    assert eventually(lambda: not groups())
+    assert eventually(lambda: not psutil.pid_exists(agent) and is_free(LOW))
+    assert eventually(lambda: not live_groups())
 
 
 @pytest.mark.nightly
-def test_a_lease_that_outlives_its_driver(nodes, start_script, eventually):
+def test_a_lease_that_outlives_its_driver(nodes, agent_pids, is_free, start_script, eventually):
     """The port of a detached actor stays leased after the driver has ended, until the actor ends."""
     script = start_script(
         f"""
         import ray
         ray.init(address={nodes.address!r}, namespace="here", logging_level="error")
-        from fairlead_placement import NodeAgent
+        from fairlead_placement import RayVirtualCluster, lease_ports
 
         @ray.remote(num_cpus=0)
         class Keeper:
-            def lease(self, node_id):
-                {HASTEN}
-                return NodeAgent(node_id).lease(1, {LOW}, {LOW})
+            def lease(self):
+                self.cluster = RayVirtualCluster([1], use_gpus=False)
+                return len(lease_ports(self.cluster.slots(), low={LOW}, high={LOW}))
 
         keeper = Keeper.options(name="keeper", lifetime="detached").remote()
-        ray.get(keeper.lease.remote({nodes.head_node.node_id!r}))
-        print(ray.get_runtime_context().get_job_id())
+        print(ray.get(keeper.lease.remote()))
         """
     )
-    job = script.line()
+    assert script.line() == "1"
     script.finish()
-    assert not eventually(lambda: is_free(LOW), IDLE_S + OWNERS_S + 1)
+    assert not eventually(lambda: is_free(LOW), 3)
     ray.kill(ray.get_actor("keeper", namespace="here"))
-    assert eventually(lambda: is_free(LOW))
-    assert eventually(lambda: not agents_of(job))
-
-
-def test_an_agent_without_an_autoscaler(nodes, head, eventually):
-    """An agent that nothing keeps stays for further requests of its job, as nobody would remove its node."""
-    job = ray.get_runtime_context().get_job_id()
-    pid = NodeAgent(head).run(os.getpid)
-    assert not eventually(lambda: not agents_of(job), IDLE_S + 1)
-    assert NodeAgent(head).run(os.getpid) == pid
-
-
-def test_unknown_is_not_dead(nodes, monkeypatch):
-    """An unknown process, or one that Ray's private calls cannot report, is unknown (seam: they are missing)."""
-    me = ray.get_runtime_context().get_worker_id()
-    assert worker_is_alive(me) is True
-    assert worker_is_alive("ab" * 28) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(ray._private.state, "state", None)
-        assert worker_is_alive(me) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(ray._private.worker, "global_worker", None)
-        assert worker_is_alive(me) is None
-    assert _ray_private.driver_of(ray.get_runtime_context().get_job_id()) == me
+    assert eventually(lambda: is_free(LOW) and not agent_pids())
 
 
 class Holder:
@@ -211,13 +189,14 @@ class Holder:
         os._exit(1)
 
 
-def live_groups():
-    return [group_id for group_id, row in placement_group_table().items() if row["state"] != "REMOVED"]
+def start_holder(**options):
+    name = uuid.uuid4().hex
+    return ray.remote(num_cpus=0)(Holder).options(namespace="controllers", name=name, **options).remote()
 
 
-def test_groups_of_a_dead_controller(head, caplog):
+def test_groups_of_a_dead_controller(nodes, caplog):
     """A reservation that lacks room removes what an actor of this job that was killed has left."""
-    controller = ray.remote(num_cpus=0)(Holder).remote()
+    controller = start_holder()
     assert ray.get(controller.reserve.remote(3, 60), timeout=120) == 3
     (left,) = live_groups()
     ray.kill(controller)
@@ -227,9 +206,9 @@ def test_groups_of_a_dead_controller(head, caplog):
     assert "that dead actors of this job have left: fairlead-0-" in caplog.text
 
 
-def test_groups_of_a_live_controller_and_of_others(head):
+def test_groups_of_a_live_controller_and_of_others(nodes):
     """Nothing is removed that an actor holds which is alive, nor a group of a dead actor that another actor uses."""
-    first, second = (ray.remote(num_cpus=0)(Holder).remote() for _ in range(2))
+    first, second = (start_holder() for _ in range(2))
     assert ray.get([one.reserve.remote(2, 60) for one in (first, second)], timeout=120) == [2, 2]
     groups = [PlacementGroup(PlacementGroupID(bytes.fromhex(one))) for one in live_groups()]
     users = [
@@ -247,9 +226,9 @@ def test_groups_of_a_live_controller_and_of_others(head):
         remove_placement_group(group)
 
 
-def test_a_controller_that_is_restarted(head):
+def test_a_controller_that_is_restarted(nodes):
     """A controller that Ray restarts does not wait for the reservation of its earlier process."""
-    controller = ray.remote(num_cpus=0, max_restarts=1, max_task_retries=0)(Holder).remote()
+    controller = start_holder(max_restarts=1, max_task_retries=0)
     assert ray.get(controller.reserve.remote(3, 60), timeout=120) == 3
     (left,) = live_groups()
     controller.exit.remote()

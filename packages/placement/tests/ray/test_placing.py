@@ -24,8 +24,8 @@ def raylet(joining, eventually):
 @pytest.fixture
 def created(monkeypatch):
     """Return a list with an entry for each placement group that is created."""
-    made, create = [], groups.create_group
-    monkeypatch.setattr(groups, "create_group", lambda options: made.append(1) or create(options))
+    made, create = [], groups.placement_group
+    monkeypatch.setattr(groups, "placement_group", lambda **options: made.append(1) or create(**options))
     return made
 
 

@@ -5,16 +5,14 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import (
-    NodeAgent,
     PlacementError,
     PlacementTimeoutError,
     PortUnavailableError,
@@ -40,22 +38,39 @@ def slots(cluster):
 
 
 @pytest.fixture
-def agent(slots):
-    return NodeAgent(slots[0].node_id)
+def leased(bind):
+    """Return a function that returns which ports of the range nobody else can bind."""
+
+    def read():
+        held = []
+        for port in range(LOW, LOW + 10):
+            try:
+                bind(port)
+            except OSError:
+                held.append(port)
+        return held
+
+    return read
 
 
-def kill_agent(slots, eventually):
-    pid = NodeAgent(slots[0].node_id).run(os.getpid)
-    os.kill(pid, signal.SIGKILL)
-    assert eventually(lambda: not Path(f"/proc/{pid}").exists())
+@pytest.fixture
+def kill_agent(slots, agent_pids, eventually):
+    """Return a function that kills the agent of the node, and waits until its process has gone."""
+
+    def kill():
+        (pid,) = agent_pids(slots[0].node_id)
+        os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: pid not in agent_pids(slots[0].node_id))
+
+    return kill
 
 
 @pytest.mark.smoke
-def test_a_leased_port_is_held(slots, agent, bind):
+def test_a_leased_port_is_held(slots, leased, bind):
     """While a port is leased, no plain bind and no other lease gets it; afterwards both can."""
     ((lease,),) = lease_ports(slots[:1], low=LOW, high=LOW)
     assert (lease.port, lease.address, lease.node_id) == (LOW, slots[0].node_ip, slots[0].node_id)
-    assert agent.leased() == [LOW]
+    assert leased() == [LOW]
     with pytest.raises(OSError, match="Address already in use"):
         bind(LOW)
     with pytest.raises(PortUnavailableError):
@@ -63,8 +78,8 @@ def test_a_leased_port_is_held(slots, agent, bind):
     lease.release()
     bind(LOW)
     with lease_ports(slots[:1], low=LOW, high=LOW)[0][0]:
-        assert agent.leased() == [LOW]
-    assert agent.leased() == []
+        assert leased() == [LOW]
+    assert leased() == []
 
 
 def test_the_server_it_is_for_can_listen(slots, run_script):
@@ -86,9 +101,9 @@ def test_the_server_it_is_for_can_listen(slots, run_script):
         assert out == "reached\n"
 
 
-def test_a_shutdown_while_ports_are_leased(local_ray, monkeypatch, agent):
+def test_a_shutdown_while_ports_are_leased(local_ray, monkeypatch, leased):
     """A lease that arrives after a shutdown by another thread is released, with an error (seam: the moment)."""
-    before = agent.leased()
+    before = leased()
 
     def shut_down_meanwhile(*args, **options):
         leases = lease_ports(*args, **options)
@@ -99,7 +114,7 @@ def test_a_shutdown_while_ports_are_leased(local_ray, monkeypatch, agent):
         monkeypatch.setattr(_held, "lease_ports", shut_down_meanwhile)
         with pytest.raises(PlacementError, match="was shut down in the meantime"):
             cluster.get_master_address_and_port()
-    assert agent.leased() == before
+    assert leased() == before
 
 
 @pytest.mark.smoke
@@ -115,13 +130,13 @@ def test_counts(slots):
     assert lease_ports([]) == ()
 
 
-def test_a_range_that_is_used_up(slots, agent):
+def test_a_range_that_is_used_up(slots, leased):
     """The error for too few ports counts who has them; nothing stays leased."""
     with contextlib.closing(socket.socket()) as other, lease_ports(slots[:1], low=LOW + 1, high=LOW + 1)[0][0]:
         other.bind(("", LOW))
         with pytest.raises(PortUnavailableError) as caught:
             lease_ports(slots, count=2, **RANGE)
-        assert agent.leased() == [LOW + 1]
+        assert leased() == [LOW, LOW + 1]
         error = caught.value
         assert (error.count, error.low, error.high, error.leased, error.in_use) == (4, LOW, LOW + 3, 1, 1)
         assert str(error) == (
@@ -131,18 +146,18 @@ def test_a_range_that_is_used_up(slots, agent):
         )
 
 
-def test_releasing_twice(slots, agent):
+def test_releasing_twice(slots, leased):
     """A second release does nothing, even if the port has been leased again since."""
     ((mine,),) = lease_ports(slots[:1], low=LOW, high=LOW)
     mine.release()
     mine.release()
     ((theirs,),) = lease_ports(slots[:1], low=LOW, high=LOW)
     mine.release()
-    assert agent.leased() == [LOW]
+    assert leased() == [LOW]
     theirs.release()
 
 
-def test_a_cluster_leases_until_shutdown(local_ray, agent):
+def test_a_cluster_leases_until_shutdown(local_ray, leased):
     """Each method of the cluster leases a new port of its range, held until shutdown."""
     own = {"port_range_low": LOW, "port_range_high": LOW + 3}
     with RayVirtualCluster([1, 2], use_gpus=False, **own) as cluster:
@@ -150,7 +165,7 @@ def test_a_cluster_leases_until_shutdown(local_ray, agent):
         pairs = [cluster.get_master_address_and_port(), cluster.get_available_address_and_port(1, 1)]
         pairs += cluster.get_available_addresses_and_ports_batch([(0, 0), (1, 0)])
         assert sorted(pairs) == [(ip, port) for port in range(LOW, LOW + 4)]
-        assert agent.leased() == list(range(LOW, LOW + 4))
+        assert leased() == list(range(LOW, LOW + 4))
         with pytest.raises(PortUnavailableError):
             cluster.get_master_address_and_port()
         for pair, message in (
@@ -160,7 +175,7 @@ def test_a_cluster_leases_until_shutdown(local_ray, agent):
         ):
             with pytest.raises(IndexError, match=message):
                 cluster.get_available_address_and_port(*pair)
-    assert agent.leased() == []
+    assert leased() == []
 
 
 def test_two_drivers(slots, start_script, eventually):
@@ -192,79 +207,68 @@ def test_two_drivers(slots, start_script, eventually):
     mine.release()
 
 
-def test_a_killed_agent(slots, agent, eventually):
-    """When an agent dies its leases are gone. The next request creates a new one, and old leases release nothing."""
+def test_a_killed_agent(slots, leased, kill_agent, eventually, caplog):
+    """When an agent dies its leases are lost, with a warning. The next request creates another one."""
     ((old,),) = lease_ports(slots[:1], low=LOW, high=LOW)
-    kill_agent(slots, eventually)
-    assert eventually(lambda: not lease_ports(slots[:1], low=LOW, high=LOW)[0][0].release())
+    lost = []
+    ((told,),) = lease_ports(slots[:1], low=LOW + 1, high=LOW + 1, on_loss=lambda leases, why: lost.extend(leases))
+    kill_agent()
+    assert eventually(lambda: lost == [told])
+    assert eventually(lambda: f"The leases of port(s) {LOW} on node {old.node_id[:8]}" in caplog.text)
     ((new,),) = lease_ports(slots[:1], low=LOW, high=LOW)
     old.release()
-    assert agent.leased() == [LOW]
+    assert leased() == [LOW]
     new.release()
 
 
+def test_a_cluster_whose_agent_is_killed(local_ray, slots, kill_agent, eventually, caplog):
+    """The cluster says that its leases are lost, and leases others."""
+    own = {"port_range_low": LOW, "port_range_high": LOW}
+    with RayVirtualCluster([1], use_gpus=False, name="loser", **own) as cluster:
+        cluster.get_master_address_and_port()
+        kill_agent()
+        assert eventually(lambda: f"Cluster 'loser': The leases of port(s) {LOW} on node" in caplog.text)
+        assert cluster.get_master_address_and_port()[1] == LOW
+
+
 @pytest.mark.nightly
-def test_a_killed_agent_and_many_threads(slots, agent, eventually):
+def test_a_killed_agent_and_many_threads(slots, agent_pids, kill_agent):
     """Threads that meet the dead agent share one new agent, which stays with all leases."""
-    agent.leased()
-    kill_agent(slots, eventually)
-    leases, pids = [], []
-
-    def lease():
-        leases.extend(agent.lease(1, LOW, LOW + 9)[0])
-        pids.append(agent.run(os.getpid))
-
-    threads = [threading.Thread(target=lease) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (len(leases), len(set(pids))) == (8, 1)
-    assert len(agent.leased()) == 8
-    agent.release([lease_id for _, lease_id in leases])
+    ((first,),) = lease_ports(slots[:1], low=LOW, high=LOW + 9)
+    kill_agent()
+    with ThreadPoolExecutor(8) as pool:
+        made = [pool.submit(lease_ports, slots[:1], low=LOW, high=LOW + 9) for _ in range(8)]
+        leases = [one.result()[0][0] for one in made]
+    assert len({lease.port for lease in leases}) == 8
+    assert len(agent_pids(slots[0].node_id)) == 1
+    for lease in (first, *leases):
+        lease.release()
 
 
-@pytest.mark.smoke
-def test_run(agent):
-    """A function runs on the node, in another process, and its result is returned."""
-    assert agent.run(lambda a, b: (a + b, os.getpid() != 0), 1, 2) == (3, True)
-    assert agent.run(os.getpid) != os.getpid()
+def test_an_agent_ends_with_its_last_lease(slots, agent_pids, eventually):
+    """An agent is there as long as a port is leased on its node."""
+    ((first,), (second,)) = lease_ports(slots, **RANGE)
+    (pid,) = agent_pids(slots[0].node_id)
+    first.release()
+    assert agent_pids(slots[0].node_id) == [pid]
+    second.release()
+    assert eventually(lambda: not agent_pids(slots[0].node_id))
 
 
-def test_slow_functions_block_nobody(agent, tmp_path, eventually):
-    """Other requests are answered while a function runs; a deadline ends the wait for it."""
-    begun, over = tmp_path / "begun", tmp_path / "over"
-
-    def wait():
-        begun.touch()
-        while not over.exists():
-            time.sleep(0.02)
-
-    slow = threading.Thread(target=agent.run, args=(wait,))
-    slow.start()
-    assert eventually(begun.exists, 60)
-    assert agent.leased() == []
-    with pytest.raises(PlacementTimeoutError, match=r"did not answer 'run' within 0.2 s"):
-        agent.run(wait, timeout_s=0.2)
-    assert slow.is_alive()
-    over.touch()
-    slow.join()
-
-
-@pytest.mark.parametrize("error", [KeyError("k"), ray.exceptions.ActorDiedError(), ray.exceptions.GetTimeoutError("t")])
-def test_errors_of_functions(agent, tmp_path, error):
-    """An exception of a function is raised, once, even if it looks like a failure of the agent."""
-    calls = tmp_path / "calls"
-
-    def fail():
-        with calls.open("a") as file:
-            file.write("x")
-        raise error
-
-    with pytest.raises(type(error)) as caught:
-        agent.run(fail)
-    assert isinstance(caught.value, ray.exceptions.RayTaskError)
-    assert calls.read_text() == "x"
+@pytest.mark.nightly
+def test_a_stopped_agent(slots, agent_pids, stop_process, leased, eventually):
+    """Requests to an agent that does not answer end by their deadline, and it holds nothing once it answers."""
+    ((lease,),) = lease_ports(slots[:1], low=LOW, high=LOW)
+    (pid,) = agent_pids(slots[0].node_id)
+    with stop_process(pid):
+        began = time.monotonic()
+        with pytest.raises(PlacementTimeoutError, match=r"did not answer 'lease' within 2 s"):
+            lease_ports(slots[:1], low=LOW + 1, high=LOW + 1, timeout_s=2.0)
+        with pytest.raises(PlacementTimeoutError, match=r"did not answer 'release' within 1 s"):
+            lease.release(timeout_s=1.0)
+        assert time.monotonic() - began < 4
+    assert eventually(lambda: leased() == [])
+    assert eventually(lambda: pid not in agent_pids(slots[0].node_id))
 
 
 @pytest.mark.parametrize("use_libuv", [True, False])
@@ -286,34 +290,31 @@ def test_torch(slots, run_script, use_libuv):
 
 def test_many_leases_of_two_drivers(slots, start_script):
     """64 leases by two drivers on one node at the same time, one by one and in eights, are 64 ports."""
-    wide = {"low": LOW, "high": LOW + 70}
     source = f"""
         import ray
-        from fairlead_placement import NodeAgent
+        from fairlead_placement import RayVirtualCluster, lease_ports
         ray.init("{ray.get_runtime_context().gcs_address}", logging_level="error")
-        agent = NodeAgent("{slots[0].node_id}")
-        agent.leased()
-        print("ready")
-        input()
+        with RayVirtualCluster([1], use_gpus=False) as cluster:
+            slots = cluster.slots()
+            print("ready")
+            input()
+            held = [lease_ports(slots, count=count, low={LOW}, high={LOW + 70})[0] for count in [1] * 16 + [8, 8]]
+            print([lease.port for leases in held for lease in leases])
+            input()
         """
-    take = f"""
-        held = [agent.lease(count, {wide["low"]}, {wide["high"]})[0] for count in [1] * 16 + [8, 8]]
-        print([port for leases in held for port, _ in leases])
-        input()
-        """
-    drivers = [start_script(source + take) for _ in range(2)]
+    drivers = [start_script(source) for _ in range(2)]
     assert [driver.line() for driver in drivers] == ["ready", "ready"]
     for driver in drivers:
         driver.process.stdin.write("\n")
         driver.process.stdin.flush()
     ports = [port for driver in drivers for port in eval(driver.line())]
     assert len(ports) == len(set(ports)) == 64
-    assert all(wide["low"] <= port <= wide["high"] for port in ports)
+    assert all(LOW <= port <= LOW + 70 for port in ports)
     for driver in drivers:
         driver.finish()
 
 
-def test_workers_survive_their_agent(slots, agent, eventually):
+def test_workers_survive_their_agent(slots, kill_agent):
     """Workers keep their state and answer when the agent of their node dies."""
 
     class Worker:
@@ -322,14 +323,12 @@ def test_workers_survive_their_agent(slots, agent, eventually):
 
         def call(self):
             self.calls += 1
-            return self.calls, os.getpid()
+            return self.calls
 
     strategy = PlacementGroupSchedulingStrategy(slots[0].placement_group, slots[0].bundle_index)
     worker = ray.remote(Worker).options(num_cpus=1, scheduling_strategy=strategy).remote()
-    _, pid = ray.get(worker.call.remote())
-    assert [one.pid for one in agent.usage([pid])] == [pid]
-    kill_agent(slots, eventually)
-    assert ray.get(worker.call.remote(), timeout=60) == (2, pid)
-    assert [one.pid for one in agent.usage([pid])] == [pid]
-    assert ray.get(worker.call.remote(), timeout=60) == (3, pid)
+    with lease_ports(slots[:1], **RANGE)[0][0]:
+        assert ray.get(worker.call.remote()) == 1
+        kill_agent()
+        assert ray.get(worker.call.remote(), timeout=60) == 2
     ray.kill(worker)

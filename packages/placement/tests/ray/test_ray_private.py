@@ -6,15 +6,12 @@ import time
 
 import pytest
 import ray
-from ray._private import ray_constants, services
-from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 
-from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement.spi import autoscaler_is_there, read_nodes
+from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
+from fairlead_placement._ray_private import find_nodes_here
+from fairlead_placement.extension import read_nodes
 
 pytestmark = pytest.mark.usefixtures("local_ray")
-
-STATUS = ray_constants.DEBUG_AUTOSCALING_STATUS.encode()
 
 
 def test_free_resources(monkeypatch):
@@ -26,52 +23,59 @@ def test_free_resources(monkeypatch):
             RayVirtualCluster([14], use_gpus=False, reserve_timeout_s=0).reserve()
 
 
-def test_autoscalers_without_configuration(tmp_path, eventually):
-    """A cluster with nothing but the autoscaler that Ray starts with each head, of either version, counts as fixed."""
-    client = ray._private.worker.global_worker.gcs_client
-
-    def has_reported(version):
-        if version == 1:
-            return b"node_type_mapping" in (client.internal_kv_get(STATUS, None) or b"")
-        state = GetClusterStatusReply.FromString(client.get_cluster_status()).autoscaling_state
-        return state.last_seen_cluster_resource_state_version
-
-    for version in (1, 2):
-        output = str(tmp_path / "out"), str(tmp_path / "err")
-        started = services.start_monitor(client.address, str(tmp_path), *output, autoscaler_v2=version == 2)
-        try:
-            assert eventually(lambda version=version: has_reported(version))
-        finally:
-            started.process.kill()
-            started.process.wait()
-        assert not autoscaler_is_there()
-    with pytest.raises(ResourceInsufficientError):
-        RayVirtualCluster([17], use_gpus=False, reserve_timeout_s=600).reserve()
+def test_nodes_here():
+    """A node on this machine is found by its raylet, and none of which this process may not read the processes."""
+    node = ray.nodes()[0]["NodeID"]
+    assert node in find_nodes_here()
+    if os.geteuid() == 0 and (child := os.fork()) == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+        os._exit(node in find_nodes_here())
+    assert os.geteuid() or os.waitpid(child, 0)[1] == 0
 
 
-def test_the_environment_of_agents():
-    """A process that cannot read its job's environment passes its own to the agents that it creates."""
+# The first lines of a job whose environment changes everything that a process inherits.
+JOB = """
+    import os, time
+    import ray
+    from fairlead_placement._ray_private import create_actor, start_task
 
-    @ray.remote(num_cpus=0, runtime_env={"env_vars": {"MINE": "yes"}})
-    def has_clean_environment(missing):
-        from fairlead_placement._ray_private import clean_runtime_env
+    def hook():
+        os.environ["HOOKED"] = "yes"
 
-        worker = ray._private.worker.global_worker
-        core = worker.core_worker
+    environment = {
+        "env_vars": {"MINE": "yes", "PATH": "/nowhere:" + os.environ["PATH"]},
+        "working_dir": os.getcwd(),
+        "worker_process_setup_hook": hook,
+    }
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="error", runtime_env=environment)
 
-        class WithoutJob:
-            def __getattr__(self, name):
-                if name == "get_job_config":
-                    raise AttributeError(name)
-                return getattr(core, name)
+    def look():
+        return os.environ.get("MINE") or None, os.environ.get("HOOKED"), "/nowhere" in os.environ["PATH"]
 
-        worker.core_worker = WithoutJob() if missing else core
-        try:
-            return clean_runtime_env() is not None
-        finally:
-            worker.core_worker = core
+    class Looker:
+        def look(self):
+            return look()
 
-    assert ray.get([has_clean_environment.remote(missing) for missing in (False, True)]) == [True, False]
+    def compare():
+        actor = create_actor(ray.remote(Looker), (), num_cpus=0)
+        return ray.get([actor.look.remote(), start_task(ray.remote(look), (), num_cpus=0, max_retries=0)])
+"""
+
+
+def test_the_environment_of_a_job(run_script):
+    """Neither an actor nor a task gets the job's variables, hook and folder; a usual task does."""
+    out = run_script(JOB + "    print(ray.get(ray.remote(look).remote()), *compare())")
+    assert out == "('yes', 'yes', True) (None, None, False) (None, None, False)\n"
+
+
+def test_the_environment_of_an_actor(run_script):
+    """What an actor creates does not get the actor's environment either."""
+    out = run_script(
+        JOB + "    theirs = ray.remote(num_cpus=0, runtime_env={'env_vars': {'OTHER': 'yes'}})(compare)\n"
+        "    print(*ray.get(theirs.remote()))"
+    )
+    assert out == "(None, None, False) (None, None, False)\n"
 
 
 # How often a process is connected to Ray, and shuts it down while its threads use it: 200 times in `nox -s canary`.
@@ -99,7 +103,7 @@ def test_shutdown_while_threads_wait(run_script):
         import ray
 
         from fairlead_placement._ray_private import never_connect
-        from fairlead_placement.spi import collect
+        from fairlead_placement.extension import collect
 
         def work():
             never_connect()

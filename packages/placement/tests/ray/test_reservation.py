@@ -3,7 +3,6 @@
 
 import gc
 import os
-import pickle
 import re
 import signal
 import threading
@@ -11,12 +10,11 @@ import time
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement._plan import planner as _planner
-from fairlead_placement.spi import place_pinned, remove_placement_groups
+from fairlead_placement.extension import place_pinned, remove_placement_groups
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -59,33 +57,6 @@ def test_slots():
     assert groups_there() == {}
 
 
-def test_bundles_are_pinned(monkeypatch):
-    """Every bundle is requested with the id of its node, so that Ray parks the group if the node is lost."""
-    asked = []
-
-    def recording(bundles, **options):
-        asked.append((bundles, options))
-        return placement_group(bundles, **options)
-
-    monkeypatch.setattr("fairlead_placement._reserve.groups.placement_group", recording)
-    with RayVirtualCluster([1, 2], use_gpus=False):
-        pass
-
-    pin = {"ray.io/node-id": ray.nodes()[0]["NodeID"]}
-    # Groups are requested side by side, in any order.
-    assert sorted((len(bundles), bundles, options["bundle_label_selector"]) for bundles, options in asked) == [
-        (1, [{"CPU": 1.0}], [pin]),
-        (2, [{"CPU": 1.0}] * 2, [pin, pin]),
-    ]
-
-
-def test_slots_are_values():
-    """A slot can be hashed, compared and sent."""
-    with RayVirtualCluster([2], use_gpus=False) as cluster:
-        one, other = cluster.slots()
-        assert {one, other, pickle.loads(pickle.dumps(one))} == {one, other}
-
-
 @pytest.mark.smoke
 def test_accelerator_ids():
     """A slot names the GPUs that a process in its bundle gets; slots are in ascending order of them."""
@@ -104,15 +75,6 @@ def test_accelerator_ids():
             ids = [int(one) for slot in slots for one in slot.accelerator_ids]
             assert ids == sorted(set(ids))
             assert len(ids) == 2
-
-
-def test_slots_of_two_logical_nodes_on_one_node():
-    """On a shared node, slots are ordered by accelerator, and local ranks continue."""
-    with RayVirtualCluster([2, 2]) as cluster:
-        slots = cluster.slots()
-        assert [slot.accelerator_ids for slot in slots] == [("0",), ("1",), ("2",), ("3",)]
-        assert [slot.local_rank for slot in slots] == [0, 1, 2, 3]
-        assert sorted(slot.node_idx for slot in slots) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(("groups", "share"), [(3, 0.3333), (7, 0.1428)])
@@ -134,20 +96,6 @@ def test_shares(groups, share):
         }
         workers = [ray.remote(Worker).options(**options).remote() for _ in range(groups)]
         assert ray.get([worker.gpu.remote() for worker in workers], timeout=150) == [slot.accelerator_ids] * groups
-
-
-@pytest.mark.smoke
-def test_constraints():
-    """`node_resource_constraints` are held too; a resource that no node has never fits."""
-    with pytest.raises(ResourceInsufficientError, match="1 CPU, 1 tape"):
-        RayVirtualCluster([1], use_gpus=False, node_resource_constraints=[{"tape": 1}]).reserve()
-
-
-@pytest.mark.parametrize("strategy", ["PACK", "SPREAD", "STRICT_PACK"])
-def test_strategies(strategy):
-    """Strategies that allow it put several bundles on one node."""
-    with RayVirtualCluster([3], use_gpus=False, placement_group_strategy=strategy) as cluster:
-        assert len(cluster.slots()) == 3
 
 
 @pytest.mark.smoke
@@ -185,19 +133,6 @@ def test_empty():
                 cluster.get_master_address_and_port()
 
 
-def test_a_refusal_is_planned_once(monkeypatch, hold_group):
-    """A refusal shows the plan that was made, and makes no further one (seam: the start of planning)."""
-    made = []
-    site = _planner.Site
-    monkeypatch.setattr(_planner, "Site", lambda *args: made.append(args) or site(*args))
-    with pytest.raises(ResourceInsufficientError) as caught:
-        RayVirtualCluster([17]).reserve()
-    assert (len(made), caught.value.report.verdict) == (1, "impossible")
-    with hold_group([{"CPU": 3}]), pytest.raises(PlacementTimeoutError) as caught:
-        RayVirtualCluster([15], use_gpus=False, reserve_timeout_s=0).reserve()
-    assert (len(made), caught.value.report.verdict) == (3, "taken")
-
-
 def test_never_fits(hold_group, pauses):
     """A request that does not fit an idle node is refused without a wait, with what was requested and found."""
     with hold_group([{"CPU": 3}]), pytest.raises(ResourceInsufficientError) as caught:
@@ -213,18 +148,6 @@ def test_never_fits(hold_group, pauses):
     ):
         assert part in message, message
     assert groups_there() == {}
-
-
-def test_an_uneven_request_on_an_idle_node():
-    """What is impossible, or not found, on idle nodes is refused immediately in those words, and not as taken."""
-    began = time.monotonic()
-    with pytest.raises(
-        ResourceInsufficientError, match=r"cannot hold 18 bundles in 2 logical node\(s\), even when they"
-    ):
-        RayVirtualCluster([9, 9], use_gpus=False).reserve()
-    assert time.monotonic() - began < 5
-    report = RayVirtualCluster([9, 9], use_gpus=False).explain()
-    assert (report.verdict, "even when nothing else runs" in str(report)) == ("impossible", True)
 
 
 def test_taken(hold_group, pauses):
@@ -256,14 +179,6 @@ def test_what_ray_cannot_place_is_given_back(hold_group):
         with pytest.raises(PlacementTimeoutError, match="others hold what it needs"):
             RayVirtualCluster([1], reserve_timeout_s=0.5).reserve()
         assert list(groups_there()) == [group.id.hex()]
-
-
-def test_nothing_is_left_when_ids_are_not_reported(monkeypatch):
-    """A reservation that fails after Ray has placed it is released too."""
-    monkeypatch.setattr("fairlead_placement._reserve.slots.read_nodes", lambda **_: ())
-    with pytest.raises(PlacementError, match="were lost while the cluster was being reserved"):
-        RayVirtualCluster([1], use_gpus=False).reserve()
-    assert groups_there() == {}
 
 
 def test_a_waiter_is_served(pauses, eventually):
@@ -363,15 +278,6 @@ def test_shutdown_from_a_signal_handler(hold_group, pauses, eventually, monkeypa
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_side_by_side():
-    """Two clusters with the same name, or without one, hold groups of different names."""
-    for name in ("same", ""):
-        with RayVirtualCluster([1], use_gpus=False, name=name), RayVirtualCluster([1], use_gpus=False, name=name):
-            names = [row["name"] for row in groups_there().values()]
-            assert len(set(names)) == 2
-            assert all(one.startswith(f"{name or 'fairlead'}-0-") for one in names)
-
-
 def test_shutdown_returns_the_resources(tmp_path, eventually, pauses):
     """After shutdown Ray has the resources, even if they were held briefly or a worker still ran."""
     for held_s in (0, 0, 0, 0.02, 0.1):
@@ -393,18 +299,6 @@ def test_shutdown_returns_the_resources(tmp_path, eventually, pauses):
     assert pauses == []
 
 
-def test_an_error_inside_gives_back():
-    """The context manager releases everything when its body fails, and raises the body's error."""
-
-    def use(cluster):
-        cluster.get_master_address_and_port()
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"), RayVirtualCluster([1], use_gpus=False) as cluster:
-        use(cluster)
-    assert groups_there() == {}
-
-
 def test_dropped(eventually, recwarn):
     """A dropped cluster releases its bundles, with a warning that says what to do."""
     RayVirtualCluster([2], use_gpus=False, name="lost").reserve()
@@ -424,29 +318,6 @@ def test_dropped(eventually, recwarn):
     assert len(groups_there()) == 1
     gc.collect()
     assert eventually(lambda: not groups_there())
-
-
-def test_dropping_waits_for_nothing(eventually):
-    """The garbage collector may run while a thread has the cluster's lock, so the finalizer takes no lock."""
-    cluster = RayVirtualCluster([2], use_gpus=False).reserve()
-    holding, release = cluster._holding, threading.Event()
-
-    def hold_the_lock():
-        with holding._changing:
-            held.set()
-            release.wait(60)
-
-    held = threading.Event()
-    thread = threading.Thread(target=hold_the_lock)
-    thread.start()
-    held.wait()
-    del cluster
-    gc.collect()
-    assert thread.is_alive()
-    assert len(groups_there()) == 1
-    release.set()
-    assert eventually(lambda: not groups_there())
-    thread.join()
 
 
 def test_groups_pinned_by_hand():

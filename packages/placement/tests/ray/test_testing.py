@@ -7,21 +7,16 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from fairlead_placement import NodeAgent
+from fairlead_placement import RayVirtualCluster, lease_ports
 from fairlead_placement.testing import assert_no_leaks
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 def test_nothing_left():
-    """Resources released in time are no leak, nor is a node agent; errors of the body are raised."""
-    agent = NodeAgent(ray.nodes()[0]["NodeID"])
-    with assert_no_leaks():
-        group = placement_group([{"CPU": 1}])
-        ray.get(group.ready())
-        ((_, lease_id),) = agent.lease(1, 1400, 1999)[0]
-        agent.release([lease_id])
-        remove_placement_group(group)
+    """Resources released in time are no leak; errors of the body are raised."""
+    with assert_no_leaks(), RayVirtualCluster([1], use_gpus=False) as cluster:
+        lease_ports(cluster.slots())[0][0].release()
     with pytest.raises(ZeroDivisionError), assert_no_leaks(timeout_s=0.1):
         raise ZeroDivisionError
 
@@ -68,7 +63,8 @@ def test_an_actor_is_left():
 
 def test_a_port_is_left():
     """The message names a leased port."""
-    agent = NodeAgent(ray.nodes()[0]["NodeID"])
-    message, ([(port, lease_id)], _, _) = leak(lambda: agent.lease(1, 1400, 1999))
-    assert f"new leased port: {agent.node_id[:8]}: {port}" in message
-    agent.release([lease_id])
+    with RayVirtualCluster([1], use_gpus=False) as cluster:
+        slots = cluster.slots()
+        message, ((lease,),) = leak(lambda: lease_ports(slots))
+    assert f"new leased port: {lease.node_id[:8]}: {lease.port}" in message
+    lease.release()

@@ -9,7 +9,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster
-from fairlead_placement.spi import claim_slots
+from fairlead_placement.extension import claim_slots
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -156,16 +156,6 @@ class TestExplain:
             ray.kill(actor)
         assert eventually(lambda: ray.available_resources()["CPU"] == 16)
 
-    def test_tasks(self, eventually):
-        """Resources that are neither free nor held by a group or an actor are attributed to tasks."""
-        release = ray.remote(num_cpus=0)(Event).remote()
-        running = ray.remote(num_cpus=5)(wait_for).remote(release)
-        cluster = RayVirtualCluster([16], use_gpus=False)
-        assert eventually(lambda: "tasks, or actors that are starting: 5 CPU" in str(cluster.explain()))
-        ray.get(release.set.remote())
-        ray.get(running)
-        ray.kill(release)
-
     def test_reserved(self):
         """The report of a reserved cluster says where and since when; that of a view is about its own slots."""
         with RayVirtualCluster([10, 3], use_gpus=False, name="first") as cluster:
@@ -193,25 +183,6 @@ class TestExplain:
 class Holder:
     def ping(self):
         return None
-
-
-class Event:
-    def __init__(self):
-        self.done = False
-
-    def set(self):
-        self.done = True
-
-    def is_set(self):
-        return self.done
-
-
-def wait_for(event):
-    import time
-
-    deadline = time.monotonic() + 150
-    while not ray.get(event.is_set.remote()) and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 class TestAdopted:

@@ -2,12 +2,12 @@
 """Arguments are checked before Ray is asked."""
 
 import pickle
-import sys
+import re
 
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, RayVirtualCluster, _ray_private, lease_ports
+from fairlead_placement import PlacementError, RayVirtualCluster, lease_ports
 
 
 def test_constructing_asks_nothing_of_ray(capsys):
@@ -79,7 +79,7 @@ def test_bad_config(config, message):
         ([1], {"node_resource_constraints": [{"GPU": 1}]}, "other than CPU and GPU, got 'GPU': 1"),
         ([1], {"node_resource_constraints": [{"x": 0}]}, "positive, finite amounts .*, got 'x': 0"),
         ([1], {"node_resource_constraints": [{"x": float("inf")}]}, "positive, finite amounts .*, got 'x': inf"),
-        ([1], {"communication_backend": "mpi"}, r"one of \['nccl', 'gloo', None\], got 'mpi'"),
+        ([1], {"communication_backend": "mpi"}, r"must be 'nccl', 'gloo' or None, got 'mpi'"),
         ([2], {"gpu_ids": [0]}, r"gpu_ids of logical node 0 must be 2 ids, one for each bundle, got \[0\]"),
         ([2], {"gpu_ids": [0, 0]}, r"gpu_ids of a logical node must be different, got \[0, 0\]"),
         ([2], {"gpu_ids": [0, -1]}, r"gpu_ids must be numbers, 0 or more, or names .*, got -1 in \[0, -1\]"),
@@ -171,14 +171,38 @@ def test_accelerators(options, bundle):
     assert cluster.communication_backend == ("nccl" if "GPU" in bundle else "gloo")
 
 
-def test_names_of_accelerators(monkeypatch):
-    """Ray says which resources are accelerators (seam: without its list, the usual names are known)."""
-    assert {"GPU", "TPU", "neuron_cores", "HPU", "NPU"} <= _ray_private.accelerator_names()
-    monkeypatch.setitem(sys.modules, "ray._private.accelerators", None)
-    assert _ray_private.accelerator_names() == {"GPU", "TPU", "neuron_cores", "HPU", "NPU"}
-
-
 def test_a_cluster_is_not_sent():
     """A cluster belongs to its driver. The error of pickling it says what to send instead."""
     with pytest.raises(TypeError, match=r"belongs to its driver; send its slots\(\) instead"):
         pickle.dumps(RayVirtualCluster([1]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ([[]], {}, "bundle_counts must be a list with an entry per logical node, got []"),
+        ([2], {}, "bundle_counts must be a list with an entry per logical node, got 2"),
+        ([[2, 0]], {}, "bundle counts must be integers, 1 or more, got 0 in [2, 0]"),
+        ([[True]], {}, "bundle counts must be integers, 1 or more, got True in [True]"),
+        ([[1]], {"timeout_s": -1}, "timeout_s must be a number of seconds, 0 or more and finite, got -1"),
+        ([[1]], {"wait_for_nodes_s": "1"}, "wait_for_nodes_s must be a number of seconds, 0 or more and finite, got"),
+    ],
+)  # fmt: skip
+def test_bad_extensions(arguments, options, message):
+    """A bad argument is refused without a Ray, and the error shows it."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RayVirtualCluster([1]).extend(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu_ids": [[0], [1]]}, "a cluster with gpu_ids cannot be extended: reserve another one"),
+        ({"node_resource_constraints": [{"a": 1}, {"b": 1}]}, "node_resource_constraints differ between logical nodes"),
+        ({"segment_size": 2}, "3 logical nodes in use are not a multiple of segment_size=2"),
+    ],
+)
+def test_clusters_that_cannot_be_extended(options, message):
+    """A cluster whose options do not say what a new logical node gets is refused without a Ray."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RayVirtualCluster([1, 1], **options).extend([1, 1, 1])

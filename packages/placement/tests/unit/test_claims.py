@@ -6,8 +6,7 @@ from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import ResourceInsufficientError, Slot
-from fairlead_placement._reserve import claims
-from fairlead_placement.spi import claim_slots
+from fairlead_placement.extension import claim_slots
 
 
 def slots_of(count, capacity=1):
@@ -67,25 +66,4 @@ def test_release():
     first.release()
     with pytest.raises(ResourceInsufficientError, match="'second' is there"):
         claim_slots(slots, "third")
-    second.release()
-
-
-def test_released_slots_are_forgotten(monkeypatch):
-    """The table of released slots keeps the latest ones, and does not grow for the life of the process."""
-    monkeypatch.setattr(claims, "CLOSED_KEPT", 3)
-    monkeypatch.setattr(claims, "_closed", {})
-    released = [slots_of(2) for _ in range(3)]
-    for slots in released:
-        assert claims.close_slots(slots) == []
-    assert list(claims._closed) == [slot.key for slots in released for slot in slots][-3:]
-    with pytest.raises(ResourceInsufficientError, match="has been released"):
-        claim_slots(released[2], "late")
-
-
-def test_several_workers_in_one_slot():
-    """One group may name a slot several times and counts once."""
-    slots = slots_of(1, capacity=2)
-    first = claim_slots(slots * 4, "first")
-    second = claim_slots(slots, "second")
-    first.release()
     second.release()

@@ -10,7 +10,7 @@ import pytest
 
 from fairlead_placement import PlacementError
 from fairlead_placement._cli import _parse_request, main
-from fairlead_placement._terminal import Output, run_command
+from fairlead_placement.extension import Output, run_command
 
 
 def test_request():
@@ -63,7 +63,7 @@ def test_statuses(capsys):
 def test_closed_pipe():
     """Output into a pipe that was closed ends with a status, and nothing on standard error."""
     script = (
-        "import sys; from fairlead_placement._terminal import Output, run_command\n"
+        "import sys; from fairlead_placement.extension import Output, run_command\n"
         "sys.exit(run_command(lambda: Output().print_json(['x' * 100] * 100_000) or 0))"
     )
     read, write = os.pipe()

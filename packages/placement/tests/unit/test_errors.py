@@ -6,14 +6,15 @@ import pickle
 import pytest
 
 from fairlead_placement import (
+    Node,
     PlacementError,
     PlacementTimeoutError,
     PortUnavailableError,
     ReservationReport,
+    ResourceHolder,
     ResourceInsufficientError,
 )
-from fairlead_placement._model import Ask, Node
-from fairlead_placement._show import ResourceHolder
+from fairlead_placement._model import Ask
 
 NODE = Node("abcdefghij", "10.0.0.1", {"CPU": 4.0, "GPU": 1.0, "x[/y]": 2.0}, {"CPU": 1.5}, {})
 HOLDER = ResourceHolder(

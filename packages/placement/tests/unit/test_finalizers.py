@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from fairlead_placement._reserve.finalizers import wait_for_dropped
-from fairlead_placement.spi import release_when_dropped
+from fairlead_placement.extension import release_when_dropped
 
 
 class Owner:

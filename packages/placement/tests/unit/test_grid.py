@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drawing of a cluster."""
 
-import pytest
 from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
 from rich.console import Console
-from rich.table import Table
 
 from fairlead_placement import RayVirtualCluster, Slot
 from fairlead_placement._reserve.held import Held
 from fairlead_placement._show import as_text, draw
-from fairlead_placement.spi import claim_slots
+from fairlead_placement.extension import claim_slots
 
 
 class Group:
@@ -59,19 +57,6 @@ def test_not_reserved():
         "└────────┴─────┴─────┴─────┴─────┴─────┴─────┴─────┴─────┘",
         "n.s: slot s of logical node n (one GPU each), not reserved yet",
     ]
-
-
-@pytest.mark.parametrize(
-    ("counts", "headline"),
-    [
-        ([3, 2], "Ray Cluster: 2 nodes, 5 GPUs"),
-        ([1], "Ray Cluster: 1 node, 1 GPU"),
-        ([0, 2], "Ray Cluster: 1 node, 2 GPUs"),
-    ],
-)
-def test_headline(counts, headline):
-    """The headline counts the logical nodes in use and their GPUs."""
-    assert read_grid(RayVirtualCluster(counts))[0] == headline
 
 
 def test_unused_and_empty():
@@ -152,12 +137,3 @@ def test_all_groups_of_a_cluster(monkeypatch, capsys):
     claim.release()
     cluster.print_all_worker_groups()
     assert "W 0" not in capsys.readouterr().out
-
-
-def test_text_does_not_depend_on_the_terminal(monkeypatch):
-    """Text for messages has a width of its own and no colours, whatever the terminal's variables are."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
-    text = as_text(Table("held by", expand=True))
-    assert "\x1b" not in text
-    assert len(text.splitlines()[0]) == 110

@@ -8,88 +8,10 @@ import pytest
 import ray
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement._model import Node
 from fairlead_placement._nodes import head
-from fairlead_placement._nodes.head import head_deadline
-from fairlead_placement._reserve import groups, slots
-from fairlead_placement._reserve.groups import (
-    NO_ROOM_S,
-    PLACING_S,
-    Reserved,
-    place_pinned,
-    remove,
-    wait_placed,
-)
-from fairlead_placement._reserve.slots import slots_of
-
-
-class Table:
-    """Ray's table of placement groups, each of which is placed, or found to have no room, at a scripted time.
-
-    A clock that only pauses move shows the time.
-    """
-
-    def __init__(self, *placed_at, lacks_from=()):
-        self.now, self.looks = 0.0, 0
-        ids = [SimpleNamespace(hex=lambda at=at: f"{at:036x}") for at in range(len(placed_at))]
-        self.groups = [SimpleNamespace(id=one) for one in ids]
-        self.placed_at = {group.id.hex(): at for group, at in zip(self.groups, placed_at, strict=True)}
-        self.lacks_from = {self.groups[at].id.hex(): since for at, since in dict(lacks_from).items()}
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-    def rows(self, ids):
-        self.looks += 1
-        for group_id in ids:
-            is_placed = self.now >= self.placed_at[group_id]
-            lacks = self.now >= self.lacks_from.get(group_id, 1e9)
-            state = "FINISHED" if is_placed else "NO_RESOURCES" if lacks else "QUEUED"
-            yield {
-                "placement_group_id": group_id,
-                "state": "CREATED" if is_placed else "PENDING",
-                "bundles": {0: {}},
-                "bundles_to_node_id": {0: "node"},
-                "stats": {"scheduling_state": state},
-            }
-
-    def wait(self, monkeypatch, **options):
-        """Return the numbers of the groups that `wait_placed` finds placed, and how long it waits."""
-        monkeypatch.setattr(groups, "_rows", lambda ids: list(self.rows(ids)))
-        monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-        placed = wait_placed(self.groups, **options)
-        return [at for at, nodes in enumerate(placed) if nodes == ("node",)], self.now
-
-
-def test_a_busy_raylet_is_no_lost_race(monkeypatch):
-    """A group that Ray is about to place is waited for, even without any time of the reservation."""
-    assert Table(2.5).wait(monkeypatch, deadline=0.0) == ([0], pytest.approx(2.5, abs=0.3))
-    placed, waited = Table(1e9).wait(monkeypatch, deadline=0.0)
-    assert (placed, waited) == ([], pytest.approx(PLACING_S, abs=0.3))
-    placed, waited = Table(100.0).wait(monkeypatch, deadline=200.0)
-    assert placed == [0]
-
-
-def test_a_lost_race(monkeypatch):
-    """If Ray has found no room for a group, the wait ends soon, and the groups that are placed are known."""
-    placed, waited = Table(0.1, 1e9, 0.2, lacks_from={1: 0.05}).wait(monkeypatch, deadline=600.0)
-    assert placed == [0, 2]
-    assert NO_ROOM_S <= waited <= NO_ROOM_S + 1.0
-    # Ray's views of what is free may differ for some moments.
-    assert Table(0.9, lacks_from={0: 0.0}).wait(monkeypatch, deadline=0.0)[0] == [0]
-
-
-def test_many_groups(monkeypatch):
-    """Ray places groups one after the other, however long that takes, and is not asked too often."""
-    table = Table(*(0.02 * at for at in range(1000)))
-    assert len(table.wait(monkeypatch, deadline=0.0)[0]) == 1000
-    assert table.looks < 120
-
-
-def test_a_wait_that_is_not_wanted_any_more(monkeypatch):
-    """A check that raises ends the wait."""
-    with pytest.raises(KeyError):
-        Table(1e9).wait(monkeypatch, deadline=600.0, check=lambda: {}["shut down"])
+from fairlead_placement._reserve import groups
+from fairlead_placement.extension import head_deadline, place_pinned
+from fairlead_placement.extension import remove_placement_groups as remove
 
 
 def test_a_creation_fails(monkeypatch):
@@ -109,70 +31,6 @@ def test_a_creation_fails(monkeypatch):
         place_pinned({str(at): [("node", {"CPU": 1.0})] for at in range(1000)})
     assert steps == [20, created]
     assert len(created) == 20
-
-
-@pytest.mark.parametrize("count", [groups.ASKED_ALONE, groups.ASKED_ALONE + 1])
-def test_rows_of_groups(monkeypatch, count):
-    """Few groups are looked up one by one; the table, which lists all groups that have ever existed, is for many."""
-    asked = []
-    ids = {f"{at:036x}" for at in range(count)}
-
-    def read(group=None):
-        asked.append(group)
-        if group is not None:
-            return {"placement_group_id": group.id.hex(), "state": "CREATED"}
-        return {f"{at:036x}": {"placement_group_id": f"{at:036x}", "state": "CREATED"} for at in range(1000)}
-
-    monkeypatch.setattr(groups, "placement_group_table", read)
-    assert {row["placement_group_id"] for row in groups._rows(ids)} == ids
-    assert asked == [None] if count > groups.ASKED_ALONE else None not in asked
-
-
-@pytest.fixture
-def assigns(monkeypatch):
-    """Run tasks here, where Ray has assigned a core of an accelerator to each of them (seam: Ray's functions)."""
-
-    class Task:
-        def __init__(self, function):
-            self._function = function
-
-        def options(self, **_):
-            return self
-
-        def remote(self):
-            return self._function()
-
-    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": [], "neuron_cores": ["3"], "TPU": []})
-    monkeypatch.setattr(ray, "remote", lambda **_: Task)
-    monkeypatch.setattr(ray, "get", lambda refs: refs)
-    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(slots, "read_nodes", lambda **_: (Node("a", "192.0.2.1", {}, {}, {}),))
-
-
-def slot_of(bundle, capacity):
-    (slot,) = slots_of([Reserved(SimpleNamespace(id=0), (0,), ("a",), (bundle,))], capacity, deadline=0.0)
-    return slot
-
-
-def test_a_worker_asks_for_everything_in_its_bundle(assigns):
-    """A worker asks for a CPU and for its share of all other resources that the bundle holds."""
-    assert slot_of({"CPU": 1.0, "neuron_cores": 1.0}, 1).worker_resources == {"CPU": 1, "neuron_cores": 1}
-    assert slot_of({"CPU": 2.0, "licence": 3.0}, 2).worker_resources == {"CPU": 1, "licence": 1.5}
-
-
-def test_a_slot_has_the_ids_of_any_accelerator(assigns):
-    """The ids of a slot are those that Ray assigns for the accelerator of its bundle, whatever kind that is."""
-    slot = slot_of({"CPU": 1.0, "neuron_cores": 1.0}, 1)
-    assert slot.accelerators == {"neuron_cores": ("3",)}
-    assert slot.accelerator_ids == ("3",)
-
-
-def test_a_worker_does_not_ask_for_the_model(assigns):
-    """The resource for the model of an accelerator chooses the node, and is no part of what workers share."""
-    assert slot_of({"CPU": 8.0, "GPU": 1.0}, 2).worker_resources == {"CPU": 4, "GPU": 0.5}
-    assert slot_of({"CPU": 5.0}, 2).worker_resources == {"CPU": 2}
-    assert slot_of({"CPU": 1.0, "GPU": 1.0, "accelerator_type:A100": 0.001}, 1).worker_resources == {"CPU": 1, "GPU": 1}
 
 
 def test_removals_that_wait_for_the_head(monkeypatch, eventually):

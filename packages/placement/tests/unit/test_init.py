@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which Ray cluster `init_ray` attaches to or starts. No Ray runs here."""
 
-import io
 import logging
 import os
-import re
 import socket
-import sys
 import threading
 
 import pytest
@@ -15,19 +12,6 @@ import ray
 from fairlead_placement import HeadTimeoutError, PlacementError, init_ray
 from fairlead_placement._init import Target, attach_to, find_target, local_tag
 from fairlead_placement._ray_private import Raylet
-
-
-def test_something_else_answers(monkeypatch):
-    """If Ray cannot attach, the error quotes Ray and says that a token may be missing."""
-
-    def refuse(**options):
-        raise ConnectionError("no cluster id")
-
-    monkeypatch.setattr(ray, "init", refuse)
-    monkeypatch.setattr("fairlead_placement._init.connect_to_head", lambda address, find_token: None)
-    message = r"but Ray cannot attach to it: no cluster id\. .* RAY_AUTH_MODE=token"
-    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PlacementError, match=message):
-        init_ray(address=f"127.0.0.1:{other.getsockname()[1]}")
 
 
 @pytest.fixture(autouse=True)
@@ -142,10 +126,9 @@ def test_auto(monkeypatch, listening, machine, dead_address):
         f"machine, which are: {one} (process 77). Pass the address of one of them, set RAY_ADDRESS, or start a cluster "
         "with `ray start --head`."
     )
-    assert find_target("auto", private=True) == Target(one, "process 77 started for itself")
     machine.append(make_raylet(other, "CPU", starter=78))
     with pytest.raises(PlacementError, match=rf"{one} \(process 77\), {other} \(process 78\)"):
-        find_target("auto", private=True)
+        find_target("auto")
     machine[-1] = make_raylet(other, local_tag(), starter=78)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert find_target(None) is None
@@ -171,30 +154,12 @@ def test_an_address_of_ray_client(how, monkeypatch):
         init_ray(address=address if how == "argument" else None)
 
 
-def test_terminal(monkeypatch, listening):
-    """The line is printed if standard error is a terminal, unless the log shows it already."""
-    monkeypatch.setattr(ray, "init", lambda **options: "context")
-    monkeypatch.setattr(ray, "cluster_resources", dict)
-    monkeypatch.setattr("fairlead_placement._init.connect_to_head", lambda address, find_token: None)
-    monkeypatch.setattr(sys, "stderr", terminal := io.StringIO())
-    line = f"Attached to the Ray cluster at {listening[0]}, which `address` names.\n"
-    init_ray(address=listening[0])
-    assert terminal.getvalue() == ""
-    terminal.isatty = lambda: True
-    init_ray(address=listening[0])
-    assert re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue()) == line
-    monkeypatch.setattr(logging.getLogger("fairlead_placement"), "level", logging.INFO)
-    logging.getLogger("fairlead_placement._init").manager._clear_cache()
-    init_ray(address=listening[0])
-    assert terminal.getvalue().count("Attached") == 1
-
-
 @pytest.mark.parametrize(
-    ("how", "private", "tries"),
-    [("argument", True, [True]), ("argument", False, [False]), ("file", True, [True])],
+    ("how", "find_token", "tries"),
+    [("argument", True, [True]), ("argument", False, [False]), ("file", False, [True])],
     ids=["a command", "a program", "found"],
 )
-def test_the_token_of_the_user(monkeypatch, listening, announce, how, private, tries):
+def test_the_token_of_the_user(monkeypatch, listening, announce, how, find_token, tries):
     """A command takes the user's token for a named cluster too. A program says so by RAY_AUTH_MODE."""
     tried = []
 
@@ -209,10 +174,10 @@ def test_the_token_of_the_user(monkeypatch, listening, announce, how, private, t
         announce(listening[0])
     named = listening[0] if how == "argument" else "auto"
     if tries[-1]:
-        assert attach_to(named, private=private) == "context"
+        assert attach_to(named, private=find_token) == "context"
     else:
         with pytest.raises(PlacementError, match="wants a token"):
-            attach_to(named, private=private)
+            attach_to(named, private=find_token)
     assert tried == tries
 
 

@@ -9,8 +9,8 @@ import types
 import pytest
 
 from fairlead_placement._nodes import meters
-from fairlead_placement._nodes.agent_process import AgentProcess
-from fairlead_placement._nodes.meters import Gpus
+from fairlead_placement._nodes.agent_process import NodeAgent
+from fairlead_placement._nodes.meters import Gpus, measure, take_sample
 
 
 class FakeNvml(types.ModuleType):
@@ -54,22 +54,23 @@ class FakeNvml(types.ModuleType):
 def nvml(monkeypatch):
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    return fake
+    monkeypatch.delitem(sys.modules, "_fairlead_gpus", raising=False)  # what this process knows of its GPUs
+    yield fake
+    sys.modules.pop("_fairlead_gpus", None)
 
 
 def test_gpu_memory(nvml):
     """With nvidia-ml-py, GPU memory is reported with peaks, and per process over all GPUs (seam: pynvml)."""
-    agent = AgentProcess()
-    assert agent.memory("watcher", "me")[4] == [(100, 0, 0), (100, 30, 30)]
+    agent = NodeAgent()
+    assert agent.memory("watcher")[4] == [(100, 0, 0), (100, 30, 30)]
     nvml.used = [5, 20]
-    assert agent.memory("watcher", "me")[4] == [(100, 5, 5), (100, 20, 30)]
-    assert agent.memory(None, "me")[4] == [(100, 5, 5), (100, 20, 20)]
+    assert agent.memory("watcher")[4] == [(100, 5, 5), (100, 20, 30)]
+    assert take_sample()[4] == [(100, 5, 5), (100, 20, 20)]
     agent.release(["watcher"])
-    held = agent.usage([os.getpid(), os.getppid(), 1])
-    assert [row[4] for row in held] == [17, 0, 0]
+    assert measure([os.getpid()])[1] == {os.getpid(): 17, os.getppid(): 0}
     nvml.broken = True
-    assert agent.memory(None, "me")[4] is None
-    assert agent.usage([os.getpid()])[0][4] is None
+    assert take_sample()[4] is None
+    assert measure([os.getpid()])[1] is None
 
 
 @pytest.mark.parametrize("used", [[], None], ids=["no GPU", "no driver"])
@@ -82,8 +83,7 @@ def test_no_gpu(nvml, used):
 @pytest.mark.parametrize("at_first", [True, False], ids=["at its initialisation", "later"])
 def test_a_wedged_driver(nvml, at_first, eventually, monkeypatch):
     """While a driver does not return, GPU figures are None and no further request waits for it (seam)."""
-    agent = AgentProcess()  # its constructor does not wait for the driver
-    gpus = agent._gpus
+    gpus = Gpus.shared()
     assert nvml.inits == 0
     if not at_first:
         assert gpus.by_process() is not None
@@ -92,8 +92,7 @@ def test_a_wedged_driver(nvml, at_first, eventually, monkeypatch):
     try:
         assert [gpus.memory() for _ in range(3)] == [None] * 3
         assert [thread.name for thread in threading.enumerate()].count("fairlead-nvml") == 1
-        assert agent.usage([os.getpid()])[0][4] is None
-        assert agent.leased() == []
+        assert measure([os.getpid()])[1] is None
     finally:
         nvml.answers.set()
     assert eventually(lambda: gpus.memory() == [(100, 0), (100, 30)])

@@ -7,32 +7,38 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray._private import auto_init_hook, utils
-from ray._private.authentication import authentication_token_setup
-from ray.core.generated import autoscaler_pb2
+import ray.util.client
+from ray._private import auto_init_hook
+from ray.core.generated import autoscaler_pb2, gcs_pb2  # noqa: F401
 
 from fairlead_placement import RayVersionError
 from fairlead_placement import _ray_private as private
-from fairlead_placement.spi import run_in_thread
+from fairlead_placement.extension import run_in_thread
 
 
-class State:
-    """Ray's state without any of the private functions."""
-
-
-@pytest.fixture
-def no_state(monkeypatch):
-    monkeypatch.setattr(ray._private.state, "state", State())
-
-
-def test_free_resources(monkeypatch):
-    monkeypatch.delattr(ray._private.state, "available_resources_per_node")
-    assert private.free_per_node() is None
-
-
-def test_draining_nodes(no_state):
-    assert private.draining_nodes() == frozenset()
-    assert private.drain_deadlines() == {}
+@pytest.mark.parametrize(
+    ("missing", "function", "arguments", "fallback"),
+    [
+        ("ray._private.state.available_resources_per_node", "free_per_node", (), None),
+        ("ray._private.state.state", "drain_deadlines", (), {}),
+        ("ray._private.state.state", "draining_nodes", (), frozenset()),
+        ("ray._private.state.state", "live_actors", (), ()),
+        ("ray.core.generated.gcs_pb2", "live_actors", (), ()),
+        ("ray._private.worker.global_worker", "autoscaler_is_there", (), False),
+        ("ray.core.generated.autoscaler_pb2", "autoscaler_is_there", (), False),
+        ("ray.util.client", "is_client", (), False),
+        ("ray._private.utils.get_ray_address_file", "cluster_file", (), None),
+        ("ray._raylet.GcsClient", "connect_to_head", ("127.0.0.1:1",), None),
+        ("ray._private.services.get_node_to_connect_for_driver", "has_node_here", ("127.0.0.1:1", 0.0), True),
+    ],
+)
+def test_a_part_that_is_missing(monkeypatch, missing, function, arguments, fallback):
+    """Each function has a fallback for a version of Ray without the part that it uses."""
+    if missing in sys.modules:
+        monkeypatch.setitem(sys.modules, missing, None)
+    else:
+        monkeypatch.delattr(missing)
+    assert getattr(private, function)(*arguments) == fallback
 
 
 def test_drain_deadlines(monkeypatch):
@@ -54,15 +60,6 @@ def test_another_shape(monkeypatch, answer):
     ):
         with pytest.raises(RayVersionError, match=rf"Ray {ray.__version__}, and gives no result.* {part}\(\) returned"):
             read()
-
-
-@pytest.mark.parametrize("missing", ["client", "state"])
-def test_autoscaler(monkeypatch, missing):
-    if missing == "client":
-        monkeypatch.setattr(ray._private.worker, "global_worker", State())
-    else:
-        monkeypatch.setitem(sys.modules, "ray.core.generated.autoscaler_pb2", None)
-    assert private.autoscaler_is_there() is False
 
 
 @pytest.mark.parametrize(
@@ -90,20 +87,6 @@ def test_what_autoscalers_report(monkeypatch, version, ids, types, infeasible):
     assert private.autoscaler_is_there() is (infeasible is not None)
 
 
-@pytest.mark.parametrize("missing", ["state", "table"])
-def test_actors(no_state, monkeypatch, missing):
-    if missing == "table":
-        monkeypatch.setitem(sys.modules, "ray.core.generated.gcs_pb2", None)
-    assert private.live_actors() == ()
-
-
-@pytest.mark.parametrize("missing", ["state", "table"])
-def test_processes(no_state, monkeypatch, missing):
-    if missing == "table":
-        monkeypatch.setitem(sys.modules, "ray.core.generated.gcs_pb2", None)
-    assert private.worker_is_alive("ab" * 28) is None
-
-
 def test_raylets(monkeypatch):
     """A process that exits while it is looked at is left out, and without psutil there are none."""
     psutil = pytest.importorskip("psutil")  # Ray brings it along, in a folder that it adds to the path.
@@ -114,25 +97,6 @@ def test_raylets(monkeypatch):
 
     monkeypatch.setattr(psutil, "process_iter", lambda: [Process()])
     assert private.list_raylets() == []
-
-
-def test_client(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray.util.client", None)
-    assert private.is_client() is False
-
-
-def test_cluster_file(monkeypatch):
-    monkeypatch.delattr(utils, "get_ray_address_file")
-    assert private.cluster_file() is None
-
-
-@pytest.mark.parametrize("missing", ["the client", "the check of the token"])
-def test_connect_to_head(monkeypatch, missing):
-    if missing == "the client":
-        monkeypatch.delattr(ray._raylet, "GcsClient")
-    else:
-        monkeypatch.delattr(authentication_token_setup, "ensure_token_if_auth_enabled")
-    assert private.connect_to_head("127.0.0.1:1") is None
 
 
 def test_node_here(monkeypatch):
@@ -147,20 +111,6 @@ def test_node_here(monkeypatch):
     assert [private.has_node_here("127.0.0.1:1", 0.0) for _ in range(2)] == [False, True]
     monkeypatch.setattr(ray._private.services, "get_node_to_connect_for_driver", lambda address: None)
     assert private.has_node_here("127.0.0.1:1", 0.0)
-    monkeypatch.delattr(ray._private.services, "get_node_to_connect_for_driver")
-    assert private.has_node_here("127.0.0.1:1", 0.0)
-
-
-def test_finding_a_token(monkeypatch):
-    """For a cluster that was found, Ray's own search for a token is made; earlier versions have none."""
-    asked = []
-    monkeypatch.delattr(ray._raylet, "GcsClient")
-    name = "maybe_enable_token_auth_if_token_available"
-    monkeypatch.setattr(authentication_token_setup, name, lambda **options: asked.append(options))
-    private.connect_to_head("127.0.0.1:1", find_token=True)
-    assert asked == [{"warn_if_disabled": False}]
-    monkeypatch.delattr(authentication_token_setup, name)
-    private.connect_to_head("127.0.0.1:1", find_token=True)
 
 
 def test_visible_gpus(monkeypatch):
@@ -179,18 +129,22 @@ def test_never_connect(monkeypatch, missing):
     assert not hasattr(auto_init_hook, "enable_auto_connect")
 
 
-def test_create_actor():
-    """Without the private method the actor is created through the public one."""
+class Remote:
+    """A remote class or function of a Ray without the private method, in a process with an environment."""
 
-    class Actor:
-        def options(self, **options):
-            self.given = options
-            return self
+    def options(self, **options):
+        self.given = options
+        return self
 
-        def remote(self, *args):
-            return args, self.given
+    def remote(self, *args):
+        return args, self.given
 
-    assert private.create_actor(Actor(), (1, 2), name="n") == ((1, 2), {"name": "n"})
+
+@pytest.mark.parametrize("create", [private.create_actor, private.start_task])
+def test_bare_environment_without_the_method(monkeypatch, create):
+    """Without the private method, actors and tasks are created through the public one."""
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env={"pip": ["x"]}))
+    assert create(Remote(), (1, 2), name="n") == ((1, 2), {"name": "n"})
 
 
 def test_without_a_lock_of_ray(monkeypatch):

@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from fairlead_placement._show import Waiting
+from fairlead_placement.extension import Waiting
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_placement import ResourceInsufficientError, select_segment_nodes, sort_bundle_indices_by_topology
-from fairlead_placement._model import Node
+from fairlead_placement import Node, ResourceInsufficientError, select_segment_nodes, sort_bundle_indices_by_topology
 from fairlead_placement._plan.topology import node_place, physical_order
 
 
@@ -70,32 +69,6 @@ def domains_of(**sizes):
         for domain, size in sizes.items()
         for at in range(size)
     }
-
-
-@pytest.mark.parametrize(
-    ("sizes", "segment_size", "num_nodes", "selected", "remaining"),
-    [
-        ({"a": 2}, 2, 2, "a0 a1", ""),
-        ({"a": 2, "b": 2}, 2, 2, "a0 a1", "b0 b1"),
-        ({"a": 3, "b": 2}, 2, 4, "a0 a1 b0 b1", "a2"),
-        ({"a": 1, "b": 2}, 2, 2, "b0 b1", "a0"),
-        ({"b": 2, "none": 2}, 2, 2, "b0 b1", "none0 none1"),
-        ({"a": 5, "b": 2}, 2, 4, "a0 a1 a2 a3", "a4 b0 b1"),
-        ({"b": 1, "a": 1}, 1, 2, "a0 b0", ""),
-    ],
-)
-def test_segments_are_taken_in_physical_order(sizes, segment_size, num_nodes, selected, remaining):
-    """Segments are the first nodes of the first domains; a domain that is too small is skipped."""
-    found = select_segment_nodes(domains_of(**sizes), segment_size, num_nodes)
-
-    assert found == (selected.split(), remaining.split())
-
-
-def test_ranks_order_the_nodes_of_a_domain():
-    """The rank counts before the node id, and a missing rank is 0. None and "unknown" mean no domain."""
-    topology = {"a": ("x", 10), "b": ("x", 2), "c": ("x", None), "d": (None, -1), "e": ("x", 2.0), "f": ("unknown", -1)}
-
-    assert select_segment_nodes(topology, 3, 3) == (["c", "b", "e"], ["d", "f", "a"])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from fairlead_placement import ResourceInsufficientError
-from fairlead_placement.spi import claim_slots
+from fairlead_placement.extension import claim_slots
 from fairlead_tpu_executor import (
     InsufficientSlicesError,
     JobFailed,

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
-from fairlead_placement.spi import release_when_dropped
+from fairlead_placement.extension import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
 from fairlead_workergroup.spi import Need, add_state, check_calls
 

@@ -32,7 +32,7 @@ from ._start.builder import RayWorkerBuilder
 from ._start.devices import WorkerOptions
 from ._start.options import recursive_merge_options
 from ._transport.arguments import PerWorker, Shard
-from ._transport.futures import ResultStream
+from ._transport.wait import ResultStream
 from .exceptions import (
     BrokenEpochError,
     CallCancelledError,

@@ -10,24 +10,24 @@ from typing import Any, Literal, NoReturn, Unpack
 import ray
 
 from fairlead_placement import RayVirtualCluster, Slot
-from fairlead_placement.spi import head_deadline, release_when_dropped
+from fairlead_placement.extension import head_deadline, release_when_dropped
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._calls.classic import ClassicCalls
+from ._calls.core import Core, set_core
 from ._calls.handle import GroupHandle, GroupIdentity
 from ._calls.hooks import Hooks
 from ._calls.map import MapOptions, Strategy
 from ._calls.plan import Mesh
 from ._calls.results import ClassicFutures
-from ._calls.sender import Sender, set_sender
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
 from ._elastic.axis import find_elastic_axis
 from ._elastic.replace import Replace, check_members, check_ranks
 from ._elastic.resize import Resize, check_caller, check_resize
 from ._lifecycle.crew import Crew
-from ._lifecycle.delivery import Delivery, OverlappingCalls
+from ._lifecycle.delivery import Delivery
 from ._lifecycle.launcher import GroupSpec, Launcher
 from ._lifecycle.moves import check_alike
 from ._lifecycle.resources import Resources
@@ -149,7 +149,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._roster.judge = Judge(RayWitnesses(self._roster.find_handle, limit))
         options = read_option("worker", worker, WorkerOptions)
         self._resources = resources = Resources(
-            self._roster, getattr(cluster, "port_range", None), read_master_ports(options)
+            self._roster, getattr(cluster, "port_range", None), read_master_ports(options), memory_limit=limit
         )
         self._observer = Observer(self._roster)
         backend = getattr(cluster, "communication_backend", None)
@@ -169,23 +169,16 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             start_timeout_s=start_timeout_s,
         )
         self._launcher = Launcher(spec, self._resources)
-        overlapping = OverlappingCalls()
-        delivery = Delivery(self._launcher, overlapping)
+        delivery = Delivery(self._launcher)
         hooks = Hooks(restart.method, elastic.on_resize, start_timeout_s)
         crew = Crew(self._launcher, policy, slots)
         self._membership = Membership(self._roster, crew, delivery, hooks)
         self._teardown = Teardown(self._launcher, self._membership)
-        self._sender = hooks.sender = Sender(
-            self._roster,
-            self._launcher,
-            self._membership,
-            call_timeout_s=timeouts.call_s,
-            overlapping=overlapping,
-        )
-        set_sender(self, self._sender)
+        self._core = hooks.core = Core(self._roster, self._launcher, self._membership, timeouts.call_s)
+        set_core(self, self._core)
         sharding = self.sharding_annotations
-        self._own_target = Target(self._sender, Mesh(sharding), sharding, map_options)
-        self._classic_futures = ClassicFutures(self._sender)
+        self._own_target = Target(self._core, Mesh(sharding), sharding, map_options)
+        self._classic_futures = ClassicFutures(self._core)
         # Of the mesh that the group is made with: with size 1, another axis would look as slow.
         self._elastic_axis = find_elastic_axis(sharding)
         release_when_dropped(self, self._resources.leak, self._resources.give_back)

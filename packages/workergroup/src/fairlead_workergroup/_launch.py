@@ -6,19 +6,20 @@ import difflib
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 
-from fairlead_placement import RayVirtualCluster, init_ray
-from fairlead_placement.spi import count_bundles, read_nodes
+from fairlead_placement import PlacementError, RayVirtualCluster, init_ray
+from fairlead_placement.extension import count_bundles, read_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._group import RayWorkerGroup
 from ._membership.model import Place
-from ._options import Timeouts
+from ._options import Restart, Timeouts, read_option
+from ._remote.describe import undecorate
 from ._start.builder import ClassLike, RayWorkerBuilder
 from ._start.devices import WorkerOptions
 from ._start.environment import check_env_vars, choose_python
@@ -29,7 +30,7 @@ _NO_AXES = ("num_", "gpu", "cpu", "timeout")
 
 
 def launch(
-    worker: ClassLike,
+    worker: RayWorkerBuilder | ClassLike,
     /,
     *,
     workers: int | None = None,
@@ -40,6 +41,8 @@ def launch(
     cpus_per_worker: int = 1,
     python: str | VenvSpec | None = None,
     env_vars: Mapping[str, str] | Callable[[Place], Mapping[str, str]] | None = None,
+    restart: Restart | None = None,
+    name_prefix: str = "",
     timeout_s: float = 600.0,
     **axes: int,
 ) -> RayWorkerGroup:
@@ -50,7 +53,8 @@ def launch(
     node gets the same number of workers, and as few nodes as possible are used.
 
     Args:
-        worker: a class, a `@ray.remote` class, or the full name of a class.
+        worker: a class, a `@ray.remote` class, the full name of a class, or a `RayWorkerBuilder` with the arguments of
+            the constructor.
         workers: the number of workers, instead of axes.
         init_args: the positional arguments of the constructor.
         init_kwargs: the keyword arguments of the constructor.
@@ -59,6 +63,8 @@ def launch(
         cpus_per_worker: the CPUs of each worker.
         python: the Python of the workers, as for `RayWorkerGroup`.
         env_vars: the environment variables of the workers, as for `RayWorkerGroup`.
+        restart: how lost workers are restarted, as for `RayWorkerGroup`.
+        name_prefix: the first part of the workers' names; the class's name if empty.
         timeout_s: the seconds that the reservation and all constructors together may take.
         axes: the axes over the ranks and their sizes, the last one fastest: `dp=2, tp=4` starts 8 workers.
 
@@ -79,12 +85,20 @@ def launch(
     ...     group.sharding_annotations.shape, group.call("total").result()
     ({'dp': 2, 'tp': 2}, [0, 0, 0, 0])
     """
-    sharding = NamedSharding.from_shape(**_check_axes(workers, axes))
     _check_start(init_args, init_kwargs or {}, timeout_s)
-    builder = RayWorkerBuilder(worker, *init_args, **(init_kwargs or {}))
+    if not isinstance(worker, RayWorkerBuilder):
+        builder = RayWorkerBuilder(worker, *init_args, **(init_kwargs or {}))
+    elif init_args or init_kwargs:
+        raise TypeError("launch got a RayWorkerBuilder and init_args or init_kwargs: give the arguments to the builder")
+    else:
+        builder = worker
+    sharding = NamedSharding.from_shape(**_check_axes(worker, workers, axes))
+    restart = read_option("restart", restart, Restart)
     python = choose_python(python, builder.ray_actor_class_fqn)
     env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars or {})
     deadline = Deadline.after(timeout_s)
+    if isinstance(gpus_per_worker, bool) or not isinstance(gpus_per_worker, (int, float)) or gpus_per_worker < 0:
+        raise ValueError(f"gpus_per_worker must be a number of at least 0, got {gpus_per_worker!r}")
     gpus = {"GPU": gpus_per_worker} if gpus_per_worker else {}
     # One that is never reserved: it refuses wrong options before Ray is started.
     RayVirtualCluster([sharding.size], accelerators=gpus, cpus_per_worker=cpus_per_worker)
@@ -100,13 +114,16 @@ def launch(
             cpus_per_worker=cpus_per_worker,
             reserve_timeout_s=deadline.left() or 0.0,
         )
+        made.enter_context(_naming_options(sharding.size, cpus_per_worker, gpus_per_worker))
         made.enter_context(cluster)
         group = _LaunchedGroup(
             cluster,
             builder,
+            name_prefix=name_prefix,
             sharding_annotations=sharding,
             env_vars=env_vars,
             python=python,
+            restart=restart,
             worker=WorkerOptions(share_devices=0 < gpus_per_worker < 1),
             timeouts=Timeouts(start_s=deadline.left() or 0.001),
         )
@@ -135,21 +152,56 @@ def _connect(address: str | None, cpus: int) -> None:
         init_ray(address="local", num_cpus=max(cpus, len(os.sched_getaffinity(0))))
 
 
-def _check_axes(workers: int | None, axes: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the axes over the workers; refuse what looks like an option that `launch` does not have."""
+@contextlib.contextmanager
+def _naming_options(workers: int, cpus: int, gpus: float) -> Iterator[None]:
+    """Name the options of `launch` in the error of a reservation."""
+    try:
+        yield
+    except PlacementError as error:
+        each = f"cpus_per_worker={cpus}" + (f" and gpus_per_worker={gpus:g}" if gpus else "")
+        error.add_note(f"launch asked for {workers} worker(s) with {each} each: ask for fewer or smaller ones.")
+        raise
+
+
+def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the axes over the workers; refuse arguments of the constructor, and options that `launch` lacks."""
     options = [name for name in inspect.signature(launch).parameters if name not in ("worker", "axes")]
     others = RayVirtualCluster, RayWorkerGroup
     larger = {name: one for one in others for name in inspect.signature(one).parameters if name not in options}
+    target: Any = worker.worker if isinstance(worker, RayWorkerBuilder) else worker
+    cls = None if isinstance(target, str) else undecorate(target)
+    parameters = _constructor_parameters(cls)
     for name, size in axes.items():
+        if cls is not None and name in parameters:
+            given = f"RayWorkerBuilder({cls.__name__}, {name}={size!r})"
+            remedy = given if isinstance(worker, RayWorkerBuilder) else f"init_kwargs={{{name!r}: {size!r}}}"
+            raise TypeError(f"{name} is a parameter of {cls.__name__}.__init__: pass {remedy}")
         if one := larger.get(name) if name != "worker" or not isinstance(size, int) else None:
             raise TypeError(f"launch has no option {name!r}: give it to {one.__name__}. See the docstring of launch.")
         near = difflib.get_close_matches(name, options, 1, 0.8)
-        if near or name.startswith(_NO_AXES) or isinstance(size, bool) or not isinstance(size, int):
-            found = f"Did you mean {near[0]}?" if near else f"Its options are {', '.join(options)}."
-            raise TypeError(f"launch has no option {name!r}, and {name}={size!r} is not an axis with its size. {found}")
+        if near or name.startswith(_NO_AXES):
+            hint = f"Did you mean {near[0]}?" if near else f"Its options are {', '.join(options)}."
+            raise TypeError(f"launch has no option {name!r}, and {name}={size!r} is not an axis with its size. {hint}")
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(
+                f"{name}={size!r} is not an axis with its size, which is a whole number of workers, and launch has no "
+                f"option {name!r}. Its options are {', '.join(options)}."
+            )
     if (workers is None) is (not axes):
         raise ValueError("launch needs the number of workers, as axes (dp=2, tp=2) or as workers=4, and not both")
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
+        raise ValueError(f"workers must be a whole number that is at least 1, got {workers!r}")
     return axes if workers is None else {"worker": workers}
+
+
+def _constructor_parameters(cls: type | None) -> Collection[str]:
+    """Return the parameters that the constructor of a class takes by name; none if Python cannot tell."""
+    try:
+        parameters = inspect.signature(cls).parameters.values() if cls is not None else ()
+    except (TypeError, ValueError):
+        return ()
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in parameters if one.kind in by_name]
 
 
 def _check_start(init_args: object, init_kwargs: object, timeout_s: object) -> None:

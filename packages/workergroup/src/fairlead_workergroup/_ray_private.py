@@ -4,16 +4,26 @@
 import os
 import re
 import signal
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray import ObjectRef
+from ray import ObjectRef, ObjectRefGenerator
 from ray.core.generated.gcs_pb2 import ActorTableData
 
 # The id of an object begins with that of the task that creates it, which ends with the 16 bytes of the id of the actor.
 # Ray's methods for that are not documented.
 TASK_BYTES = 24
+
+
+def is_stream(reply: Any) -> bool:
+    """Return whether a reply is that of a generator method. Reason: `completed` below is not documented."""
+    return isinstance(reply, ObjectRefGenerator)
+
+
+def end_of(reply: Any) -> Any:
+    """Return the reference that is ready when a worker has finished: the value itself, or the end of a generator."""
+    return reply.completed() if is_stream(reply) else reply
 
 
 def limit_devices(kind: str, ids: Sequence[str], env: Mapping[str, str]) -> list[str] | None:
@@ -42,13 +52,6 @@ def limit_devices(kind: str, ids: Sequence[str], env: Mapping[str, str]) -> list
     return os.environ[variable].split(",") if variable in os.environ else list(ids)
 
 
-def still_referenced(ids: Iterable[bytes]) -> list[ObjectRef]:
-    """Return references to the objects still in use, as freed ones would wait for ever; none without this API."""
-    count = getattr(ray._private.worker.global_worker.core_worker, "get_all_reference_counts", dict)
-    known: Collection[bytes] = count()  # hexadecimal
-    return [ObjectRef(one) for one in ids if one.hex().encode() in known]
-
-
 def actor_id_of(handle: Any) -> str:
     """Return the id of an actor as hexadecimal text, which has no public attribute; older versions have another one."""
     return str((handle._actor_id if hasattr(handle, "_actor_id") else handle._ray_actor_id).hex())
@@ -57,6 +60,18 @@ def actor_id_of(handle: Any) -> str:
 def actor_id_of_ref(ref: ObjectRef) -> str:
     """Return the id of the actor whose method creates an object, as hexadecimal text; it is part of the task's id."""
     return str(ref.binary()[TASK_BYTES - 16 : TASK_BYTES].hex())
+
+
+def on_ready(ref: ObjectRef, callback: Callable[[Any], object]) -> None:
+    """Call a function with the value of an object, or with the error of Ray, on a thread of Ray.
+
+    Reason: the public `future()` makes a future for each object, which costs an event loop half as much time again.
+    Fallback: that.
+    """
+    if hasattr(ref, "_on_completed"):
+        ref._on_completed(callback)
+        return
+    ref.future().add_done_callback(lambda future: callback(future.exception() or future.result()))
 
 
 def is_known_dead(handle: Any) -> bool:
@@ -86,6 +101,17 @@ def _read_actors(state: str) -> Mapping[str, Any]:
         return {}
     job = ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
     return dict(read_table(None, job, state))
+
+
+def lost_with(error: BaseException) -> str:
+    """Return "node" or "owner" if an actor died with its node or its owner; "" otherwise.
+
+    Reason: Ray (2.60) reports that only in the text of its error. Fallback: "", and the kind of the loss is "killed".
+    """
+    text = str(error).split("\nLast ")[0]
+    if "because its node has died" in text:
+        return "node"
+    return "owner" if "because its owner has died" in text or "placement group" in text else ""
 
 
 def how_it_ended(error: BaseException) -> tuple[int | None, int | None]:

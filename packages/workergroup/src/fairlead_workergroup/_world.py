@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import ray
 
-from fairlead_placement.spi import OneTimeEvent, run_in_thread
+from fairlead_placement.extension import OneTimeEvent, run_in_thread
 
 
 class Event(Protocol):
@@ -28,10 +28,7 @@ class Event(Protocol):
     def wait(self, timeout: float | None = None) -> bool: ...
 
 
-class Lock(AbstractContextManager[Any], Protocol):
-    """A `threading.Lock` in a `with` statement."""
-
-    def locked(self) -> bool: ...
+Lock = AbstractContextManager[Any]  # a `threading.RLock` in a `with` statement
 
 
 class World(Protocol):
@@ -41,7 +38,10 @@ class World(Protocol):
         """Return the time in seconds, which only grows."""
 
     def lock(self) -> Lock:
-        """Return a lock that one thread at a time holds, for a time without waits."""
+        """Return a lock that one thread at a time holds, for a time without waits.
+
+        It is reentrant: a signal handler or a finalizer may run on the thread that holds it.
+        """
 
     def event(self) -> Event:
         """Return an event that has not happened."""
@@ -64,7 +64,7 @@ class World(Protocol):
 class RealWorld:
     """The world of a driver."""
 
-    lock = staticmethod(threading.Lock)
+    lock = staticmethod(threading.RLock)
     event = staticmethod(OneTimeEvent)
     thread = staticmethod(threading.get_ident)
     now = staticmethod(time.monotonic)

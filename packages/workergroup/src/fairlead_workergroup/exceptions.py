@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fairlead_placement.spi import ErrorWithFields
+from fairlead_placement.extension import ErrorWithFields
 
 __all__ = [
     "BrokenEpochError",
@@ -31,8 +31,28 @@ MOST_SHOWN = 16
 
 
 FailureKind = Literal[
-    "killed", "node-lost", "out-of-memory", "preempted", "start-failed", "cancelled", "resize-failed", "left"
+    "killed",
+    "exited",
+    "node-lost",
+    "out-of-memory",
+    "preempted",
+    "shut-down",
+    "start-failed",
+    "cancelled",
+    "resize-failed",
+    "left",
 ]
+# What to do about the loss of workers, by the kind of the first loss.
+_AGAIN = "`restart_failed_workers()` starts them again"
+REMEDIES: Mapping[FailureKind, str] = {
+    "killed": f"Look at the logs of these workers. {_AGAIN}.",
+    "exited": f"A method, or code that it calls, has ended the process: look at the logs of these workers. {_AGAIN}.",
+    "node-lost": f"{_AGAIN} on other nodes, if the cluster has room there.",
+    "out-of-memory": f"Let the workers use less memory, or raise the limit. {_AGAIN}.",
+    "preempted": f"{_AGAIN} on other nodes, if the cluster has room there.",
+    "shut-down": "Their group, their cluster or the process that made them has ended, and they with it. Reserve the "
+    "cluster again, and create a new group on it.",
+}
 
 
 class WorkerGroupError(ErrorWithFields):
@@ -45,8 +65,9 @@ class WorkerFailure:
 
     Attributes:
         rank: its number in the group.
-        kind: "killed", "node-lost", "out-of-memory", "preempted", "start-failed", "cancelled", "resize-failed" (it did
-            not take part in a resize), or "left" (a resize has removed its rank).
+        kind: "killed", "exited" (by itself, as after `sys.exit`), "node-lost", "out-of-memory", "preempted",
+            "shut-down" (its group, its cluster or its driver has ended), "start-failed", "cancelled", "resize-failed"
+            (it did not take part in a resize), or "left" (a resize has removed its rank).
         coords: its coordinates, by axis.
         node_id: Ray's id of the node it ran on; empty if it never ran.
         pid: its process there; 0 if it never ran.
@@ -55,11 +76,14 @@ class WorkerFailure:
             or if that is unknown.
         signal: the number of the signal that ended the process; None if none did, or if that is unknown. Ray reports
             SIGTERM only: it sees SIGKILL, SIGSEGV and `os._exit` as a closed connection.
+        log: the path of the worker's log file on its node, with what it wrote to stderr; the file with the ending
+            `.out` beside it has stdout. Empty if it is unknown.
 
     >>> print(WorkerFailure(3, "killed", {"dp": 1}, cause="it was killed"))
     rank 3 (dp=1): killed: it was killed
-    >>> print(WorkerFailure(3, "killed", {"dp": 1}, cause="it died", exit_code=3))
-    rank 3 (dp=1): killed, exit code 3: it died
+    >>> print(WorkerFailure(3, "exited", {"dp": 1}, cause="it died", exit_code=3, log="/tmp/worker-3.err"))
+    rank 3 (dp=1): exited, exit code 3: it died
+        log: /tmp/worker-3.err
     """
 
     rank: int
@@ -70,13 +94,15 @@ class WorkerFailure:
     cause: str = ""
     exit_code: int | None = None
     signal: int | None = None
+    log: str = ""
 
     def __str__(self) -> str:
         where = f" on node {self.node_id[:8]}, pid {self.pid}" if self.node_id else ""
         ended = "" if self.exit_code is None else f", exit code {self.exit_code}"
         if self.signal is not None:
             ended = f", {signal.Signals(self.signal).name}"
-        return f"rank {self.rank}{format_coords(self.coords)}{where}: {self.kind}{ended}: {self.cause}"
+        log = f"\n    log: {self.log}" if self.log else ""
+        return f"rank {self.rank}{format_coords(self.coords)}{where}: {self.kind}{ended}: {self.cause}{log}"
 
 
 @dataclass(eq=False, repr=False)
@@ -93,7 +119,8 @@ class WorkerFailureError(WorkerGroupError):
 
     def __str__(self) -> str:
         lost = format_lines(self.failures)
-        remedy = self.remedy or "Look at the logs of these workers. `restart_failed_workers()` starts them again."
+        kind = self.failures[0].kind if self.failures else "killed"
+        remedy = self.remedy or REMEDIES.get(kind, REMEDIES["killed"])
         return f"{len(self.failures)} worker(s) lost:{lost}\n{remedy}"
 
 

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import ray
 
-from ._calls.sender import Need, find_sender
+from ._calls.core import Need, find_core
 from ._group import RayWorkerGroup
 from ._membership.model import Member, Snapshot, WorkerProcess
 from ._observe.evidence import judge_errors
 from ._observe.head import alive_nodes
-from ._observe.publications import RegisteredGroup, find_groups
+from ._observe.publications import RegisteredGroup, find_groups, read_groups
 from ._observe.query import cancel_calls, late_workers
 from ._remote.outside import look_from_outside
 from ._world import Deadline
@@ -39,6 +39,7 @@ __all__ = [
     "collect",
     "find_groups",
     "look_from_outside",
+    "read_groups",
     "read_members",
     "send_function",
     "wait_for_turn",
@@ -80,7 +81,7 @@ def read_members(group: RayWorkerGroup) -> Snapshot:
     Raises:
         WorkerGroupError: the group, or its Ray, has been shut down.
     """
-    return find_sender(group).roster.check_alive()
+    return find_core(group).roster.check_alive()
 
 
 def send_function(
@@ -106,9 +107,10 @@ def send_function(
     Returns:
         The reference to the result.
     """
-    if alone_within_s is None:
-        return member.handle._fairlead_function_plain.remote(name, pickled, *args)
-    return member.handle._fairlead_function_alone.remote(alone_within_s, name, pickled, *args, first=first)
+    how: dict[str, Any] = {"method": name, "function": True}
+    if alone_within_s is not None:
+        how |= {"alone": alone_within_s, "first": first}
+    return member.handle._fairlead_call.remote(how, pickled, *args)
 
 
 def collect(
@@ -148,7 +150,7 @@ def collect(
             return replies
         if pending and time.monotonic() >= deadline:
             workers = {by_ref[ref]: requests[by_ref[ref]][0] for ref in pending}
-            seen = late_workers(list(workers.values()), within_s=LOOK_S)
+            seen = late_workers(list(workers.values()))
             replies.update(
                 (number, Reply(workers[number], late=late)) for number, late in zip(workers, seen, strict=True)
             )
@@ -172,7 +174,7 @@ def check_calls(group: RayWorkerGroup, check: Callable[[str, Sequence[int]], Nee
     It may return a condition, which workers whose async methods overlap check when they begin the method: Ray may
     deliver the call to them after a request that was sent later.
     """
-    return _add(find_sender(group).checks, check)
+    return _add(find_core(group).checks, check)
 
 
 def wait_for_turn(group: RayWorkerGroup, timeout_s: float) -> bool:
@@ -180,7 +182,7 @@ def wait_for_turn(group: RayWorkerGroup, timeout_s: float) -> bool:
 
     While the group changes its members no call is sent, so this waits for the end of the change.
     """
-    return find_sender(group).membership.gate.run(lambda: True, Deadline.after(timeout_s)) is not None
+    return find_core(group).wait_for_turn(Deadline.after(timeout_s))
 
 
 def add_state(group: RayWorkerGroup, key: str, read: Callable[[], Any]) -> Callable[[], None]:
@@ -194,7 +196,7 @@ def add_state(group: RayWorkerGroup, key: str, read: Callable[[], Any]) -> Calla
     Raises:
         ValueError: another function shows something under this key.
     """
-    shown = find_sender(group).roster.shown
+    shown = find_core(group).roster.shown
     if shown.setdefault(key, read) is not read:
         raise ValueError(f"inspect() of {group!r} shows something under {key!r} already")
 
@@ -222,7 +224,7 @@ def _reply(group: RayWorkerGroup, worker: WorkerProcess, ref: Any) -> Reply:
     except ray.exceptions.RayTaskError as error:
         return Reply(worker, error=error.cause if isinstance(error.cause, BaseException) else error)
     except ray.exceptions.RayError as error:
-        roster = find_sender(group).roster
+        roster = find_core(group).roster
         lost = judge_errors(roster.judge, {worker: error})
         roster.note(lost)
         return Reply(worker, failure=lost[0].failure()) if lost else Reply(worker, error=error)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 
 import pytest
 import ray
@@ -15,8 +15,6 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Timeouts, WorkerFailureError, WorkerStartError
-
-from ..faults import limit_cleanups_at_exits
 
 # A worker exits in a call, and in its constructor.
 EXITING = """
@@ -43,7 +41,7 @@ EXITING = """
         try:
             RayWorkerGroup(cluster, RayWorkerBuilder(Worker, True))
         except WorkerStartError as error:
-            print("found", "lost while it started: killed" in str(error))
+            print("found", "lost while it started: exited" in str(error))
 """
 EXITS = {"sys.exit": lambda: sys.exit(3), "exit_actor": ray.actor.exit_actor}
 CODES = {"sys.exit": 3, "exit_actor": 0}
@@ -76,17 +74,6 @@ class Worker:
     async def wait_with_items(self):
         yield 1
         await asyncio.sleep(600)
-
-    async def clean_up(self):
-        try:
-            await asyncio.sleep(600)
-        finally:
-            await asyncio.sleep(1.5)
-
-    async def refuse_to_stop(self):
-        while True:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(600)
 
     async def echo(self, value):
         return value
@@ -124,24 +111,20 @@ def test_one_at_a_time(start, hows):
     """An exit is reported with its code, whatever the kind of the method."""
     group, methods = start(2, overlaps=False), ("leave", "async_items")
     calls = [group.at(dp=rank).call(methods[rank], hows[rank], timeout=100) for rank in range(2)]
-    assert [find_failure(call) for call in calls] == [("killed", CODES[how]) for how in hows[:2]]
+    assert [find_failure(call) for call in calls] == [("exited", CODES[how]) for how in hows[:2]]
 
 
 def test_overlapping(start, hows):
-    """So it is while other methods run, which fail with the same code, and so do calls that arrive with it."""
+    """An exit ends a worker whose methods overlap, and with it the other methods that run there."""
     group = start(len(METHODS))
     for rank, (method, how) in enumerate(zip(METHODS, hows, strict=True)):
-        worker, expected = group.at(dp=rank), ("killed", CODES[how])
+        worker = group.at(dp=rank)
         others = [worker.call("wait_with_items" if i % 2 else "wait", timeout=100) for i in range(20)]
         streamed = worker.call("wait_with_items", timeout=100)
         assert next(streamed.stream()).value == 1
         call = worker.call(method, how, timeout=100)
-        later = [worker.call("echo", i, timeout=100) for i in range(20)]
-        assert {method: {find_failure(one) for one in (call, *others)}} == {method: {expected}}
-        assert find_failure(streamed, streams=True) == expected
-        for i, one in enumerate(later):
-            with contextlib.suppress(WorkerFailureError):
-                assert one.result() == [i]
+        assert {method: {find_failure(one)[0] for one in (call, *others)}} == {method: {"killed"}}
+        assert find_failure(streamed, streams=True)[0] == "killed"
         with pytest.raises(WorkerFailureError):
             worker.call("echo", 1)
 
@@ -152,35 +135,23 @@ def test_late_news_of_an_exit(local_ray):
     command = [sys.executable, "-c", textwrap.dedent(EXITING), ray.get_runtime_context().gcs_address]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     found = [line for line in done.stdout.splitlines() if line.startswith("found")]  # and what the node prints
-    assert (done.returncode, found) == (0, ["found killed 3", "found True"]), done.stderr
+    assert (done.returncode, found) == (0, ["found exited 3", "found True"]), done.stderr
 
 
-def test_cleanup(start):
-    """The worker ends once the other methods, which are cancelled, have cleaned up."""
-    worker = start(1).at(dp=0)
-    other = worker.call("clean_up", timeout=100)
-    assert worker.call("echo", 1, timeout=100).result() == [1]
-    began = time.monotonic()
-    assert find_failure(worker.call("leave", "sys.exit", timeout=100)) == ("killed", 3)
-    assert time.monotonic() - began > 1
-    assert find_failure(other) == ("killed", 3)
+def test_the_users_hook_for_threads(start):
+    """The hook for the errors of threads stays the user's."""
 
+    def read_hook(worker):
+        return threading.excepthook is threading.__excepthook__
 
-def test_method_that_refuses_to_stop(start, monkeypatch):
-    """A method that suppresses its cancellation does not keep the worker alive."""
-    limit_cleanups_at_exits(monkeypatch, 0.5)
-    worker = start(1).at(dp=0)
-    other = worker.call("refuse_to_stop", timeout=100)
-    assert worker.call("echo", 1, timeout=100).result() == [1]
-    assert find_failure(worker.call("leave", "sys.exit", timeout=100)) == ("killed", None)
-    assert find_failure(other) == ("killed", None)
+    assert start(1).call(read_hook).result() == [True]
 
 
 @pytest.mark.parametrize(("how", "overlaps"), [("sys.exit", False), ("exit_actor", True)])
 def test_constructor(cluster, how, overlaps):
     """An exit of a constructor fails the start of the group."""
     builder = RayWorkerBuilder(Worker, how)
-    with pytest.raises(WorkerStartError, match="lost while it started: killed"):
+    with pytest.raises(WorkerStartError, match=r"lost while it started: (exited|killed)"):
         RayWorkerGroup(
             cluster, builder, workers_per_node=1, async_communication=overlaps, timeouts=Timeouts(start_s=100)
         )

@@ -3,19 +3,31 @@
 
 import contextlib
 import os
+import re
 import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 
 import pytest
+import ray
 
-from fairlead_placement.spi import find_agents, run_on_agents
-from fairlead_workergroup import RayWorkerGroup, WorkerFailureError
+from fairlead_placement import RayVirtualCluster
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup import (
+    CallTimeoutError,
+    RayWorkerBuilder,
+    RayWorkerGroup,
+    Timeouts,
+    WorkerFailureError,
+    WorkerStartError,
+)
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup.testing import kill
 
-from ..slow_agents import delay, stop_delay
+from ..faults import delay_nodes
 
 
 def test_exit_code_and_signal(doomed: RayWorkerGroup) -> None:
@@ -47,35 +59,23 @@ def fork(worker: object) -> int:
 
 
 @contextlib.contextmanager
-def busy_agents() -> Iterator[None]:
-    """Let each look of an agent take seconds."""
-    agents = find_agents()
-    run_on_agents(delay, dict.fromkeys(agents, ("run", 2.0)), timeout_s=60)
-    try:
+def busy_nodes() -> Iterator[None]:
+    """Let each look at a node take seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        delay_nodes(patch, 2.0)
         yield
-    finally:
-        run_on_agents(stop_delay, dict.fromkeys(agents, ("run",)), timeout_s=60)
 
 
 @pytest.mark.nightly
-def test_restart_while_agents_are_busy(doomed: RayWorkerGroup) -> None:
-    """A restart finds a death that Ray has not noticed, although the agent of the node answers after seconds."""
+def test_restart_while_nodes_are_busy(doomed: RayWorkerGroup) -> None:
+    """A restart finds a death that Ray has not noticed, although the node answers after seconds."""
     doomed.at(dp=1).call(fork).result()
     kill(doomed, 1)
-    with busy_agents():
+    with busy_nodes():
         assert doomed.restart_failed_workers() == [1]
 
 
-@pytest.mark.parametrize(
-    "agents",
-    [
-        pytest.param(contextlib.nullcontext, id="idle agents"),
-        pytest.param(busy_agents, id="busy agents", marks=pytest.mark.nightly),
-    ],
-)
-def test_death_that_ray_has_not_noticed(
-    doomed: RayWorkerGroup, agents: Callable[[], contextlib.AbstractContextManager[None]]
-) -> None:
+def test_death_that_ray_has_not_noticed(doomed: RayWorkerGroup) -> None:
     """A call names a worker that has died, although a process that it forked holds its connections with Ray."""
 
     def end(worker: object, pid: int) -> None:
@@ -86,6 +86,160 @@ def test_death_that_ray_has_not_noticed(
         raise RuntimeError("a collective failed")
 
     pid = doomed.at(dp=1).call(fork, collect=()).result()
-    with agents(), pytest.raises(WorkerFailureError) as caught:
+    with pytest.raises(WorkerFailureError) as caught:
         doomed.call(end, pid, timeout=60).result()
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "killed")]
+
+
+class Doomed:
+    """A worker that ends in several ways."""
+
+    def leave(self, how: str) -> None:
+        if how == "exit":
+            sys.exit(3)
+        os._exit(3)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def wait(self) -> None:
+        time.sleep(600)
+
+    def give_lock(self) -> object:
+        return threading.Lock()
+
+    def fail(self) -> None:
+        try:
+            int("x")
+        except ValueError as error:
+            raise RuntimeError("outer") from error
+
+
+class Hanging:
+    """A worker whose constructor does not end on one rank."""
+
+    def __init__(self) -> None:
+        if os.environ["RANK"] == "1":
+            self.load_the_weights()
+
+    def load_the_weights(self) -> None:
+        time.sleep(600)
+
+
+@pytest.fixture
+def three(local_ray: None) -> Iterator[RayWorkerGroup]:
+    with (
+        RayVirtualCluster([3], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Doomed, sharding_annotations=NamedSharding.from_shape(dp=3)) as group,
+    ):
+        yield group
+
+
+@pytest.mark.parametrize("how", ["killed", "while idle", "exits"])
+def test_all_dead_workers_are_named(three: RayWorkerGroup, how: str) -> None:
+    """Workers that die together are all in one error, each with its log file; the next call names them too."""
+    pids = three.call("pid").result()
+    call = three.call("wait") if how == "killed" else None
+    if how == "exits":
+        call = three.call("leave", "exit")
+    else:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    for ask in (lambda: (call or three.call("pid", timeout=60)).result(timeout=60), lambda: three.call("pid")):
+        with pytest.raises(WorkerFailureError) as caught:
+            ask()
+        failures = caught.value.failures
+        assert [failure.rank for failure in failures] == [0, 1, 2]
+        assert {(failure.kind, failure.exit_code) for failure in failures} == {
+            ("exited", 3) if how == "exits" else ("killed", None)
+        }
+        for failure, pid in zip(failures, pids, strict=True):
+            assert failure.log.endswith(f"-{pid}.err")
+            assert os.path.exists(failure.log)
+            assert failure.log in str(caught.value)
+        assert "`restart_failed_workers()` starts them again" in str(caught.value)
+    assert three.restart_failed_workers() == [0, 1, 2]
+
+
+def test_shut_down(local_ray: None) -> None:
+    """The loss of workers whose cluster was shut down has a kind of its own, and a remedy that works."""
+    with RayVirtualCluster([1], use_gpus=False) as cluster:
+        group = RayWorkerGroup(cluster, Doomed)
+        group.call("pid").result()
+        cluster.shutdown()
+        with pytest.raises(WorkerFailureError, match="create a new group") as caught:
+            group.call("pid", timeout=60).result()
+        assert [failure.kind for failure in caught.value.failures] == ["shut-down"]
+        group.shutdown()
+
+
+def test_a_result_that_cannot_be_pickled(three: RayWorkerGroup) -> None:
+    """The error names the method, and says that it has run."""
+    with pytest.raises(TypeError, match="the result of 'give_lock' cannot be pickled: cannot pickle") as caught:
+        three.call("give_lock").result(timeout=60)
+    assert re.match(r"raised by rank \d \(dp=\d\) on node", caught.value.__notes__[0])
+
+
+def count_remote_tracebacks(error: BaseException) -> int:
+    """Return how often a printed traceback shows where a worker was."""
+    return "".join(traceback.format_exception(error)).count('raise RuntimeError("outer")')
+
+
+def test_one_remote_traceback(three: RayWorkerGroup) -> None:
+    """However many workers have raised an error, what is printed has the traceback of one of them, once."""
+    call = three.call("fail")
+    assert call.wait(60)
+    with pytest.raises(RuntimeError, match="outer") as caught:
+        call.result()
+    assert len(caught.value.__notes__) == 3
+    assert count_remote_tracebacks(caught.value) == 1
+    with (
+        RayVirtualCluster([1], use_gpus=False) as cluster,
+        pytest.raises(WorkerStartError, match="no model") as start,
+    ):
+        RayWorkerGroup(cluster, RayWorkerBuilder(NoModel))
+    assert "".join(traceback.format_exception(start.value)).count('raise OSError("no model")') == 1
+
+
+class NoModel:
+    def __init__(self) -> None:
+        raise OSError("no model")
+
+
+def test_a_constructor_that_hangs(local_ray: None) -> None:
+    """The error says where the constructor stands, and in which process."""
+    with RayVirtualCluster([2], use_gpus=False) as cluster, pytest.raises(WorkerStartError) as caught:
+        RayWorkerGroup(cluster, Hanging, timeouts=Timeouts(start_s=5))
+    text = str(caught.value)
+    assert re.search(r"rank 1 .*, pid [1-9]\d*: at .*test_failures.py:\d+ in load_the_weights", text), text
+    assert "1 of 2 workers" in text
+    assert "rank 0" not in text
+
+
+def test_silent_head_and_agent(
+    three: RayWorkerGroup,
+    agent_pids: Callable[..., list[int]],
+    stop_process: Callable[..., contextlib.AbstractContextManager[object]],
+) -> None:
+    """With a silent head or a stopped node agent, errors come by the deadline of their call and a second more."""
+    head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
+    (agent,) = agent_pids()
+    for stopped in (head, agent):
+        with stop_process(stopped):
+            for timeout in (0.0, 1.0):
+                began = time.monotonic()
+                with pytest.raises(CallTimeoutError):
+                    three.at(dp=0).call("wait", timeout=timeout).result()
+                assert time.monotonic() - began < timeout + 1.5
+        three.at(dp=0).call("pid", timeout=0.0)
+        kill(three, 0)
+        three.restart_failed_workers()
+        pid = three.at(dp=1).call("pid", collect=()).result()
+        with stop_process(stopped):
+            os.kill(pid, signal.SIGKILL)
+            began = time.monotonic()
+            with pytest.raises(WorkerFailureError) as caught:
+                three.at(dp=1).call("pid", timeout=3).result()
+            assert time.monotonic() - began < 4.5
+            assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "killed")]
+        three.restart_failed_workers()

@@ -17,7 +17,6 @@ import pytest
 import ray
 
 from fairlead_placement import PlacementError, RayVirtualCluster
-from fairlead_placement.spi import run_on_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     CallTimeoutError,
@@ -34,7 +33,6 @@ from fairlead_workergroup.testing import kill
 
 from ..calling import Acting, wait_until_published
 from ..faults import act_at_the_next_read, note_reads
-from ..slow_agents import delay, stop_delay
 
 SECRET = "secret-in-an-argument"
 
@@ -235,22 +233,21 @@ def finds(handle, pids):
 
 
 @pytest.mark.nightly
-def test_slow_agent(local_ray, eventually):
-    """Other processes call a new group at once and a changed one soon, even if an agent is slow."""
-    with RayVirtualCluster([3], use_gpus=False) as cluster:
-        run_on_nodes(delay, {cluster.slots()[0].node_id: ("publish", 1.0)})
-        try:
-            with RayWorkerGroup(cluster, Worker, [2], sharding_annotations=NamedSharding.from_shape(dp=2)) as group:
-                handle, pids = group.handle(), group.call("pid").result()
-                assert ray.get(call_pid.remote(handle)) == pids
-                assert handle.call("pid").result() == pids
-                kill(group, 1)
-                for change in (group.restart_failed_workers, lambda: group.replace([0]), lambda: group.resize(dp=3)):
-                    change()
-                    assert (before := pids) != (pids := group.call("pid").result())
-                    assert eventually(lambda pids=pids: finds(handle, pids), 60), before
-        finally:
-            run_on_nodes(stop_delay, {cluster.slots()[0].node_id: ("publish",)})
+def test_changes_in_a_row(local_ray, eventually):
+    """Other processes call a new group at once and a changed one soon."""
+    mesh = NamedSharding.from_shape(dp=2)
+    with (
+        RayVirtualCluster([3], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, Worker, [2], sharding_annotations=mesh) as group,
+    ):
+        handle, pids = group.handle(), group.call("pid").result()
+        assert ray.get(call_pid.remote(handle)) == pids
+        assert handle.call("pid").result() == pids
+        kill(group, 1)
+        for change in (group.restart_failed_workers, lambda: group.replace([0]), lambda: group.resize(dp=3)):
+            change()
+            assert (before := pids) != (pids := group.call("pid").result())
+            assert eventually(lambda pids=pids: finds(handle, pids), 60), before
 
 
 class Unlucky(Worker):
@@ -305,16 +302,16 @@ def test_signal_handlers(group, monkeypatch):
 
     previous = signal.signal(signal.SIGUSR1, lambda *_: results.append(handle.call("pid").result(timeout=60)))
     try:
-        act_at_the_next_read(monkeypatch, of_news=True, before=interrupt)
+        act_at_the_next_read(monkeypatch, before=interrupt)
         assert handle.call("pid").result(timeout=60) == pids
         registration.publish()
         wait_until_published(group)
-        act_at_the_next_read(monkeypatch, of_news=False, after=interrupt_with_news)
+        act_at_the_next_read(monkeypatch, after=interrupt_with_news)
         assert handle.call("pid").result(timeout=60) == pids
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert results == [pids] * 2
-    assert sender.group.publication == registration._version
+    assert sender.group.publication == registration.version
 
 
 def test_resize(local_ray):
@@ -405,7 +402,7 @@ CLIENT = """
     import pickle, sys, time
     import ray
     from fairlead_placement import PlacementError
-    from fairlead_placement.spi import find_agents
+    from fairlead_placement.extension import find_boards
     from fairlead_workergroup import WorkerGroupError, attach
 
     try:
@@ -416,8 +413,8 @@ CLIENT = """
     handle = pickle.loads(pickle.dumps(handle))
     print(len(handle.call("pid").result()), [one.state for one in handle.status()], flush=True)
     input()
-    for agent in find_agents():
-        ray.kill(agent.handle)
+    for board in find_boards():
+        ray.kill(board.handle)
     fresh = pickle.loads(pickle.dumps(handle))  # which has not called the group before
     print(len(fresh.call("pid").result()), len(handle.call("pid").result()), flush=True)
     input()

@@ -143,7 +143,7 @@ def consume(call):
     yield "iteration", lambda: list(call)
     yield "await", lambda: asyncio.run(wait())
     yield "async iteration", lambda: asyncio.run(iterate())
-    if call._execution.yields_items:
+    if call._yields_items:
         yield "stream", lambda: list(call.stream())
         yield "async stream", lambda: asyncio.run(stream())
 
@@ -322,7 +322,9 @@ def test_admission(group, gate, wait_until_running, eventually):
     wait_until_running(group, "wait_soon_for", *range(4))
     pickled = ray.cloudpickle.dumps(set_epoch)
     ends = [
-        one._fairlead_function_alone.remote(60.0, "set_epoch", pickled, group.inspect().epoch + 1)
+        one._fairlead_call.remote(
+            {"method": "set_epoch", "function": True, "alone": 60.0}, pickled, group.inspect().epoch + 1
+        )
         for one in group.workers
     ]
     assert eventually(lambda: all(ray.get([has_gate(one) for one in group.workers], timeout=30)), 30)

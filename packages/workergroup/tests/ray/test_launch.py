@@ -13,7 +13,8 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from fairlead_placement import ResourceInsufficientError
-from fairlead_workergroup import Shard, WorkerStartError, launch
+from fairlead_workergroup import RayWorkerBuilder, Restart, Shard, WorkerStartError, launch
+from fairlead_workergroup.testing import kill
 
 
 class Policy:
@@ -60,6 +61,14 @@ class TestOnRunningRay:
         assert held_groups() == []
         assert ray.is_initialized()
 
+    def test_builder_and_options_of_the_group(self):
+        """A builder brings its arguments; the restart policy and the names of the workers are those of the group."""
+        builder = RayWorkerBuilder(Policy, "a", size=3)
+        with launch(builder, workers=1, restart=Restart(on_failure=True), name_prefix="mine") as policy:
+            assert [worker["name"] for worker in policy.worker_metadata] == ["mine-0-0"]
+            kill(policy, 0)
+            assert policy.call("read", retries=1).result(60)[0][0] == (("a",), {"size": 3})
+
     @pytest.mark.parametrize(("gpus", "devices"), [(1, 2), (0.5, 1)])
     def test_gpus(self, gpus, devices):
         """Each worker has its own logical GPU; with parts of one, workers share it."""
@@ -78,8 +87,9 @@ class TestOnRunningRay:
 
     def test_no_room(self):
         """More workers than CPUs are refused with a table of what the nodes have."""
-        with pytest.raises(ResourceInsufficientError, match="cannot hold 17 bundles"):
+        with pytest.raises(ResourceInsufficientError, match="cannot hold 17 bundles") as caught:
             launch(Policy, workers=17)
+        assert "launch asked for 17 worker(s) with cpus_per_worker=1 each" in caught.value.__notes__[0]
         assert held_groups() == []
 
     def test_failed_constructor(self):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers whose memory passes the limit of their group are ended."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
-import ray
 
-from fairlead_placement.spi import find_agents
 from fairlead_workergroup import Restart, WorkerFailureError
 
 from ..calling import MB
@@ -42,11 +43,13 @@ def test_memory_that_counts(make_group):
 
 
 @pytest.mark.nightly
-def test_an_agent_that_dies(make_group):
+def test_an_agent_that_dies(make_group, agent_pids, eventually):
     """The agent that takes the place of one that has died enforces the limit too."""
     group = make_group(memory_limit="300MB")
-    for agent in find_agents():
-        ray.kill(agent.handle)
+    dead = agent_pids()
+    for pid in dead:
+        os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: (present := agent_pids()) and not set(dead) & set(present))
     with pytest.raises(WorkerFailureError) as caught:
         group.at(dp=1).call("grow", 400_000_000).result()
     (failure,) = caught.value.failures

@@ -152,7 +152,9 @@ class TestWaiting:
         """After `Timeouts.start_s` the error names the slow ranks, and all workers are ended."""
         builder = RayWorkerBuilder(Slow, seconds=600, ranks=(0, 2))
         act_while_a_start_awaits(monkeypatch, [0, 2], lambda: clock.skip(300))
-        with pytest.raises(WorkerStartError, match=r"2 of 3 workers had not finished .* after 300 s .*rank 0 .*rank 2"):
+        with pytest.raises(
+            WorkerStartError, match=r"2 of 3 workers had not finished .* after 300 s(?s:.*)rank 0 (?s:.*)rank 2"
+        ):
             RayWorkerGroup(cluster, builder, workers_per_node=3, timeouts=Timeouts(start_s=300))
 
     def test_interrupt(self, cluster):
@@ -355,7 +357,7 @@ class TestManyGroups:
         """8 workers are 8 actors, and one agent for the node."""
         with RayWorkerGroup(cluster, Slow):
             names = [row["ActorClassName"] for row in ray._private.state.actors().values() if row["State"] != "DEAD"]
-            assert sorted(name for name in names if name != "Kept") == ["AgentProcess"] + ["Slow"] * 8
+            assert sorted(name for name in names if name != "Kept") == ["NodeAgent"] + ["Slow"] * 8
 
     def test_default_names_side_by_side(self, local_ray):
         """Two clusters and two groups with default names run at the same time, each with its own port."""

@@ -3,17 +3,25 @@
 
 import os
 import pathlib
+import threading
 import time
 
 import pytest
 import ray
 
-from fairlead_placement import NodeAgent, RayVirtualCluster
+from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroupError, report_progress
 from fairlead_workergroup.testing import kill
 
-from ..faults import end_processes_by, limit_answers_of_nodes, note_requests_for_dead_actors, unreadable_record
+from ..faults import (
+    count_questions,
+    delay_nodes,
+    end_processes_by,
+    limit_answers_of_nodes,
+    note_requests_for_dead_actors,
+    unreadable_record,
+)
 from ..hanging import hanging, stopped, take_memory
 
 
@@ -53,34 +61,22 @@ def group(cluster):
         yield workers
 
 
-def requests(group):
-    """Return how many requests the agent of each node has received."""
-    nodes = dict.fromkeys(worker["node_id"] for worker in group.worker_metadata)
-    return {node_id: NodeAgent(node_id).requests() for node_id in nodes}
-
-
 def states(group, **options):
     return [status.state for status in group.get_worker_status(**options)]
 
 
-def test_one_request_for_each_node(group, gate, eventually):
-    """Eight workers on four nodes need four requests, while all are busy and one of them is stopped."""
+def test_one_request_for_each_node(group, gate, eventually, monkeypatch):
+    """Eight workers on four nodes need four questions, while all are busy and one of them is stopped."""
     assert states(group) == ["idle"] * 8
     call = group.call("work", gate)
     assert eventually(lambda: states(group) == ["busy"] * 8, 60)
+    nodes = sorted({worker["node_id"] for worker in group.worker_metadata})
+    asked = count_questions(monkeypatch)
     with stopped(group, 5):
-        for ask, method in (
-            (group.get_worker_status, "run"),
-            (group.detect_stuck_workers, "run"),
-            (group.get_resource_usage, "usage"),
-        ):
-            before = requests(group)
+        for ask in (group.get_worker_status, group.detect_stuck_workers, group.get_resource_usage):
+            asked.clear()
             ask()
-            after = requests(group)
-            assert len(after) == 4
-            for node_id, counts in after.items():
-                more = {name: count - before[node_id].get(name, 0) for name, count in counts.items()}
-                assert {name: count for name, count in more.items() if count} == {method: 1}
+            assert sorted(asked) == nodes
     gate.touch()
     call.result()
 
@@ -157,14 +153,13 @@ def test_unreadable_record(group):
 
 
 @pytest.mark.nightly
-def test_silent_node(group, monkeypatch, caplog, stop_process):
+def test_silent_node(group, monkeypatch, caplog):
     """The workers of that node are unknown, and a warning has the reason; workers of other nodes are reported."""
-    agent = NodeAgent(group.worker_metadata[4]["node_id"])
-    pid = agent.run(os.getpid)
-    limit_answers_of_nodes(monkeypatch, 5.0)  # the agents of the other nodes answer by then
-    with stop_process(pid):
-        assert states(group) == [*["idle"] * 4, "unknown", "unknown", "idle", "idle"]
-    assert f"Cannot look at the workers on node {agent.node_id[:8]}" in caplog.text
+    node_id = group.worker_metadata[4]["node_id"]
+    limit_answers_of_nodes(monkeypatch, 2.0)
+    delay_nodes(monkeypatch, 60.0, {node_id})
+    assert states(group) == [*["idle"] * 4, "unknown", "unknown", "idle", "idle"]
+    assert f"Cannot look at the workers on node {node_id[:8]}" in caplog.text
     monkeypatch.undo()
     assert states(group) == ["idle"] * 8
 
@@ -186,7 +181,7 @@ def test_shutdown_of_many_nodes(cluster, monkeypatch, tmp_path):
 
     def meet(workers, children, marks, within_s, grace_s, folder=str(tmp_path)):
         """Return that all are gone, once the three nodes of the ranks above 0 are being asked."""
-        mine = pathlib.Path(folder, str(os.getpid()))
+        mine = pathlib.Path(folder, f"{os.getpid()}-{threading.get_ident()}")
         mine.touch()
         deadline = time.monotonic() + within_s
         while len(os.listdir(folder)) < 3:

@@ -4,6 +4,7 @@
 import asyncio
 import pickle
 import re
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from fairlead_workergroup import (
 )
 
 from ..calling import MB, Worker
-from ..faults import limit_looks, report_late_workers_every
+from ..faults import act_before_a_call_is_sent, changing, find_unfinished, limit_looks, report_late_workers_every
 
 
 class TestWaiting:
@@ -33,16 +34,40 @@ class TestWaiting:
         """On an event loop, a call whose turn has not come is sent later, with its arguments."""
 
         async def run():
-            gate = group._membership.gate
-            gate.close()
-            try:
+            with changing(group):
                 call = group.call("echo", PerWorker(list(range(8))))
                 assert "waits to be sent" in repr(call)
-            finally:
-                gate.open()
             return await call
 
         assert asyncio.run(run()) == [((rank,), {}) for rank in range(8)]
+
+    def test_a_classic_call_on_an_event_loop(self, group):
+        """While a change begins an epoch, a classic call does not block the loop: it is sent later, or refused."""
+
+        async def run():
+            with changing(group):
+                call = group.run_all_workers_sharded_data("rank")
+                with pytest.raises(CallTimeoutError, match="'rank' was not sent to its 8 workers"):
+                    group.run_all_workers_single_data("rank")
+            return await call
+
+        assert asyncio.run(run()) == [5]
+
+    def test_an_exception_of_a_signal_handler(self, group, monkeypatch):
+        """It reaches the code that makes the call, also while the call is being sent, and the group stays usable."""
+
+        def interrupt(number, frame):
+            raise LookupError("of the handler")
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            with monkeypatch.context() as patch:
+                act_before_a_call_is_sent(patch, lambda: signal.raise_signal(signal.SIGALRM))
+                with pytest.raises(LookupError, match="of the handler"):
+                    group.call("rank")
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert group.call("rank").result() == list(range(8))
 
     def test_a_timeout_consumes_nothing(self, group, gate):
         """After a timeout the same call can be asked again and returns its result."""
@@ -60,7 +85,7 @@ class TestWaiting:
         slow = group.at(dp=0, tp=1).call("wait_for", gate, tag="a")
         wait_until_running(group, "wait_for", 1)
         call = group.call("rank", timeout=0.2)
-        assert eventually(lambda: call._execution.pending() == [1], 60)
+        assert eventually(lambda: find_unfinished(call) == [1], 60)
         with pytest.raises(CallTimeoutError, match="1 of 8 workers have not finished 'rank'") as caught:
             call.result()
         (late,) = caught.value.late
@@ -137,7 +162,7 @@ class TestWaiting:
         limit_looks(monkeypatch, 0.2)
         head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
         call = group.call("wait_for", gate, ranks=[5], timeout=0.2)
-        assert eventually(lambda: len(call._execution.pending()) == 1, 60)
+        assert eventually(lambda: len(find_unfinished(call)) == 1, 60)
         with stop_process(head), pytest.raises(CallTimeoutError) as caught:
             call.result()
         assert [(late.rank, late.method) for late in caught.value.late] == [(5, "wait_for")]
@@ -279,7 +304,7 @@ class TestCancel:
         blocking = group.at(dp=0, tp=0).call("wait_for", gate, tag="blocks 5")
         call = group.call("wait_for", gate, ranks=[0, 5], tag="cancelled")
         wait_until_running(group, "wait_for", 0, 5)
-        assert eventually(lambda: call._execution.pending() == [0, 5], 60)
+        assert eventually(lambda: find_unfinished(call) == [0, 5], 60)
         assert call.cancel() == [0]
         with pytest.raises(CallCancelledError, match=r"the call of 'wait_for' was cancelled before rank\(s\) 0, 5"):
             call.result()
@@ -347,7 +372,7 @@ class TestCancel:
         """The workers that run the method are killed; the group has lost them and reports the reason."""
         call = doomed.call("sleep", 600, ranks=[1], tag=0)
         wait_until_running(doomed, "sleep", 1)
-        assert eventually(lambda: call._execution.pending() == [1], 60)
+        assert eventually(lambda: find_unfinished(call) == [1], 60)
         assert call.cancel(force=True) == [1]
         with pytest.raises(CallCancelledError):
             call.result()

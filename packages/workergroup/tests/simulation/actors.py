@@ -250,9 +250,9 @@ class Actor:
         if failed := [one for one in arguments if isinstance(one, SimRef) and one.has_failed]:
             request.resolve(error=_error_of(failed[0]))
             return
-        if request.method == "_fairlead_function_alone":
+        if request.method == "_fairlead_call" and "alone" in request.args[0]:
             self.alone = request
-            request.due = world.now() + float(request.args[0])
+            request.due = world.now() + float(request.args[0]["alone"])
             return
         number = request.ref.number
         self.worker.ran.append(Ran(request.method, number, self.worker.epoch))
@@ -276,9 +276,10 @@ class Actor:
         request, self.alone = self.alone, None
         if request is None:
             return
-        within_s, name, pickled, *args = request.args
+        how, pickled, *args = request.args
+        name = how["method"]
         if self.running:
-            text = f"{len(self.running)} methods were still running after {within_s:.1f} s"
+            text = f"{len(self.running)} methods were still running after {how['alone']:.1f} s"
             request.resolve(error=_task_error(name, TimeoutError(text)))
             return
         inner = Request("_fairlead_apply", (name, pickled, *args), {}, request.ref)
@@ -296,9 +297,9 @@ class Actor:
         """Run a method; return its value, `HANG` or `Takes`, or set the error as the outcome of the request."""
         name, args, kwargs = request.method, [_value_of(one) for one in request.args], dict(request.kwargs)
         kwargs = {key: _value_of(one) for key, one in kwargs.items()}
-        if name == "_fairlead_silent":
-            name, *args = args
-            request.drops_value = True
+        if name == "_fairlead_call":
+            how, *args = args
+            name, request.drops_value = how["method"], "silent" in how
         try:
             own = getattr(self, f"_run{name}", None) if name.startswith(("_fairlead", "__")) else None
             if own is not None:
@@ -332,7 +333,7 @@ class Actor:
     def about(self) -> dict[str, Any]:
         """Return what a process reports about itself when its constructor has finished."""
         pid, started = self.key
-        return {"pid": pid, "started": started, "node_id": self.node.id}
+        return {"pid": pid, "started": started, "node_id": self.node.id, "log": ""}
 
 
 # These take no time that a death could cut short.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped code of calls on pretended actors: a sender, and calls that it sends."""
+"""The shipped code of calls on pretended actors: a core, and the calls that it sends."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from fairlead_workergroup import Place
 from . import seam
 from .ray import PretendedRay
 from .scheduler import SimulatedWorld
-from .seam import Execution, Sender, Started
+from .seam import Call, Core, Started
 
 
 def make_places(ray: PretendedRay, each: int) -> list[Place]:
@@ -40,12 +40,12 @@ def start(world: SimulatedWorld, ray: PretendedRay, places: list[Place], epoch: 
     return [seam.make_started(*one) for one in zip(handles, places, answers, strict=True)]
 
 
-def make_sender(world: SimulatedWorld, ray: PretendedRay, *, each: int = 1) -> Sender:
-    """Return the sender of a group whose workers have started, and which does not restart them."""
+def make_core(world: SimulatedWorld, ray: PretendedRay, *, each: int = 1) -> Core:
+    """Return the core of a group whose workers have started, and which does not restart them."""
     places = make_places(ray, each)
-    return seam.make_sender(places, start(world, ray, places))
+    return seam.make_core(places, start(world, ray, places))
 
 
-def call(world: SimulatedWorld, sender: Sender, name: str, *args: Any, timeout: float | None = None) -> Execution:
+def call(world: SimulatedWorld, core: Core, name: str, *args: Any, timeout: float | None = None) -> Call[Any]:
     """Call a method on all workers."""
-    return seam.make_call(sender, name, args, world.now(), timeout)
+    return seam.make_call(core, name, args, world.now(), timeout)

@@ -11,7 +11,7 @@ from .actors import Actor
 from .placement import PretendedPlacement
 from .ray import PretendedRay
 from .scheduler import SimulatedWorld
-from .seam import Execution, Roster
+from .seam import Call, Roster, was_repeated
 
 # Reports of losses that are about the process, so that it must have ended.
 OF_PROCESSES = frozenset({"killed", "node-lost", "preempted", "out-of-memory"})
@@ -41,11 +41,11 @@ class Invariants:
         self._seen: Snapshot = roster.now
         self._lost: set[Any] = set()
         self._incarnations: dict[int, int] = {}
-        self._calls: list[Execution] = []
+        self._calls: list[Call[Any]] = []
         ray.on_construct.append(self._check_one_process)
         world.invariants.append(self._check_change)
 
-    def add(self, call: Execution) -> Execution:
+    def add(self, call: Call[Any]) -> Call[Any]:
         """Check a call at the end of the run too; return it."""
         self._calls.append(call)
         return call
@@ -121,18 +121,18 @@ class Invariants:
             own = actor.worker.environ.get(name)
             assert own == value, f"stale facts: {actor} has {name}={own} instead of {value}"
 
-    def _check_epoch(self, call: Execution) -> None:
+    def _check_epoch(self, call: Call[Any]) -> None:
         """Check that all workers of a call that has ended ran it with the facts of its epoch."""
-        if call.sending is not None or call.attempt:
+        if call.sending is not None or was_repeated(call):
             return
         numbers = {future.number for future in call.futures if not future.has_failed}
         ran = {one.number: one.epoch for actor in self._ray.actors for one in actor.worker.ran if one.number in numbers}
         mixed = {number: epoch for number, epoch in ran.items() if epoch != call.epoch}
-        assert not mixed, f"epoch of a call: {call.method.name!r} of epoch {call.epoch} ran in {mixed}"
+        assert not mixed, f"epoch of a call: {call} of epoch {call.epoch} ran in {mixed}"
 
     def _check_order(self) -> None:
         """Check that all workers began the calls in one order."""
-        calls = [call for call in self._calls if not call.attempt]
+        calls = [call for call in self._calls if not was_repeated(call)]
         at = {future.number: place for place, call in enumerate(calls) for future in call.futures}
         orders: dict[Any, list[int]] = defaultdict(list)
         for actor in self._ray.actors:

@@ -26,7 +26,7 @@ class Held:
     port: int = 0
     node_id: str = ""
 
-    def release(self) -> None:
+    def release(self, *, timeout_s: float = 0.0) -> None:
         """Give it back. Can be repeated."""
         self.held.discard(self)
 

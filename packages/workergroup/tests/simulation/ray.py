@@ -149,7 +149,7 @@ class PretendedRay:
         return self.is_connected
 
     def connection(self) -> str:
-        """Return what `fairlead_placement.spi.connection` returns."""
+        """Return what `fairlead_placement.extension.connection` returns."""
         return "pretended" if self.is_connected else ""
 
     def still_referenced(self, ids: Sequence[bytes]) -> list[SimRef]:
@@ -280,7 +280,7 @@ class PretendedRay:
         self.nodes[node_id].died_in = self.world.steps
         for actor in self.actors:
             if actor.node.id == node_id:
-                actor.end("its node has died")
+                actor.end("The actor died because its node has died.")
 
     def drain(self, node_id: str, seconds: float) -> None:
         """Announce the end of a node, which comes some seconds later."""

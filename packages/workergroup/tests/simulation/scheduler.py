@@ -133,7 +133,7 @@ class SimulatedWorld:
 
     def lock(self) -> SimulatedLock:
         """Return a lock that is not held over waits."""
-        return SimulatedLock(self, self._name("lock"), over_waits=False, reentrant=False)
+        return SimulatedLock(self, self._name("lock"), over_waits=False, reentrant=True)
 
     def mutex(self, *, reentrant: bool = False) -> SimulatedLock:
         """Return a lock that may be held over waits; not part of the seam."""

@@ -142,12 +142,12 @@ class GroupRun:
         if name == "meet":
             self._meetings += 1
             args.append(self._meetings)
-        if group._sender.policy.on_failure:
+        if group._core.policy.on_failure:
             options["retries"] = world.choose(2)
         began = world.now()
         try:
             call = group.call(name, *args, **options)
-            self.invariants.add(call._execution)
+            self.invariants.add(call)
             if name != "meet" and world.choose(4) == 3:
                 call.cancel()
             call.result()

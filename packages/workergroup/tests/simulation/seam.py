@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import Place
-from fairlead_workergroup._calls.execution import Execution
-from fairlead_workergroup._calls.plan import CallOptions, Recipients
-from fairlead_workergroup._calls.sender import Order, Request, Sender
+from fairlead_workergroup._calls.call import Call
+from fairlead_workergroup._calls.core import Core, PlannedCall
+from fairlead_workergroup._calls.plan import Recipients
 from fairlead_workergroup._elastic.resize import Resize
 from fairlead_workergroup._lifecycle import crew, launcher, resources
 from fairlead_workergroup._lifecycle.resources import Resources
@@ -37,6 +37,7 @@ from fairlead_workergroup._remote.process import find_ended
 from fairlead_workergroup._start import launch
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import Method, WorkerClass, describe_class
+from fairlead_workergroup._transport.replies import Request
 from fairlead_workergroup._world import Deadline, replaced_by
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
     from .scheduler import SimulatedWorld
 
 __all__ = [
+    "Call",
+    "Core",
     "Deadline",
-    "Execution",
     "Roster",
-    "Sender",
     "Started",
     "WorkerClass",
     "actor_id_of",
@@ -111,12 +112,10 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._observe.evidence.choose_alive": pretended.choose_alive,
         f"{ours}._observe.evidence.collect": world.collect,
         f"{ours}._lifecycle.shutdown.collect": world.collect,
-        # All requests to the agents of nodes: `late_workers`, `find_ended`, `cancel_calls`.
+        # All questions to nodes: `late_workers`, `find_ended`, `cancel_calls`.
         f"{ours}._observe.query.run_on_nodes": pretended.run_on_nodes,
         # Whether Ray is the one that the group was made on.
         f"{ours}._membership.roster.connection": pretended.connection,
-        # References of the driver.
-        f"{ours}._lifecycle.delivery.still_referenced": pretended.still_referenced,
         # Slots, ports, and actors, which are created by several threads.
         f"{ours}._lifecycle.resources.claim_slots": placement.claim_slots,
         f"{ours}._lifecycle.resources.lease_ports": placement.lease_ports,
@@ -132,11 +131,13 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._start.environment.known_actor_environments": dict,
         # What a group publishes for other processes.
         "ray.get_runtime_context": lambda: CONTEXT,
-        f"{ours}._observe.registration.publish": lambda key, version, data, **options: None,
-        f"{ours}._observe.registration.await_published": lambda key, node_id, **options: True,
-        f"{ours}._observe.registration.withdraw": lambda key, nodes: None,
+        f"{ours}._observe.registration.publish": lambda key, version, data: None,
+        f"{ours}._observe.registration.await_published": lambda key, **options: True,
+        f"{ours}._observe.registration.withdraw": lambda key: None,
         # It has a lock that is held while processes end, which is a wait.
-        f"{ours}._group.Resources": lambda *args: Resources(*args, _ending=world.mutex(reentrant=True)),
+        f"{ours}._group.Resources": lambda *args, **options: Resources(
+            *args, **options, _ending=world.mutex(reentrant=True)
+        ),
         f"{ours}._group.release_when_dropped": lambda *_: None,
         f"{ours}._group.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="simulated")),
         # Terminals.
@@ -260,7 +261,7 @@ def wait_started(started: Sequence[Any], plans: Sequence[Any], timeout_s: float)
 
 def late_error(plans: Sequence[Any], workers: int, timeout_s: float) -> Exception:
     """Return the error about workers that have not started in time."""
-    return launch._late_error(plans, workers, timeout_s)
+    return launch.late_error(plans, [None] * len(plans), workers, timeout_s)
 
 
 def start_error(error: Exception, plan: Any, actor: Any, started: int, waiting: Sequence[int]) -> Exception:
@@ -271,29 +272,34 @@ def start_error(error: Exception, plan: Any, actor: Any, started: int, waiting: 
 # Shipped code of calls.
 
 
-def make_sender(places: list[Place], started: Sequence[Started]) -> Sender:
-    """Return the sender of a group whose workers have started, and which does not restart them."""
+def make_core(places: list[Place], started: Sequence[Started]) -> Core:
+    """Return the core of a group whose workers have started, and which does not restart them."""
     sharding = NamedSharding.from_shape(dp=len(places))
     roster = Roster("simulated", places, sharding)
     roster.judge = Judge(RayWitnesses(roster.find_handle))
     roster.commit(epoch=0, sharding=sharding, places=places, facts=(), started=started, resize=None)
     policy = RestartPolicy(on_failure=False, max_restarts=3, scope="worker")
     # Calls use nothing else of the ports.
-    port: Any = SimpleNamespace(policy=policy, lacks_cluster=lambda ranks: False)
+    port: Any = SimpleNamespace(policy=policy)
     nothing: Any = SimpleNamespace()
-    membership = Membership(roster, port, nothing, nothing)
     described: Any = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
-    return Sender(roster, described, membership, None)
+    return Core(roster, described, Membership(roster, port, nothing, nothing), None)
 
 
-def make_call(sender: Sender, name: str, args: Sequence[Any], now: float, timeout: float | None) -> Execution:
+def make_call(core: Core, name: str, args: Sequence[Any], now: float, timeout: float | None) -> Call[Any]:
     """Call a method on all workers of a group."""
-    snapshot = sender.roster.now
-    ranks = range(len(snapshot.members))
+    snapshot = core.roster.now
+    ranks = list(range(len(snapshot.members)))
     requests = [Request(name, list(args), {}) for _ in ranks]
-    deadline = Deadline.after(timeout)
-    order = Order(Method(name, "plain", None), ranks, requests, now, deadline, snapshot.sharding)
-    return Execution(sender, None, order, sender.send(order), Recipients(list(ranks), list(ranks), None), CallOptions())
+    recipients = Recipients(ranks, ranks, None)
+    method, deadline = Method(name, "plain", None), Deadline.after(timeout)
+    planned = PlannedCall(method, recipients, requests, now, deadline, sharding=snapshot.sharding)
+    return Call(core, None, planned, core.send(planned))
+
+
+def was_repeated(call: Call[Any]) -> bool:
+    """Return whether a call was sent again to restarted workers."""
+    return call._attempts > 0
 
 
 # Fixes of defects that the group once had, each of which a function takes back.

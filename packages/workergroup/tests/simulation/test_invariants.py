@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from .calls import call, make_sender, start
+from .calls import call, make_core, start
 from .exploration import Recorded, run
 from .invariants import Invariants
 from .ray import PretendedRay
@@ -13,35 +13,35 @@ from .seam import replaced
 
 
 def simulate(script):
-    """Run a script with the world, a pretended Ray, a sender and invariants; return the message of its failure."""
+    """Run a script with the world, a pretended Ray, a core and invariants; return the message of its failure."""
 
     def run_script(world):
         ray = PretendedRay(world)
         with replaced(ray):
-            sender = make_sender(world, ray)
-            script(world, ray, sender, Invariants(world, ray, sender.roster))
+            core = make_core(world, ray)
+            script(world, ray, core, Invariants(world, ray, core.roster))
             world.point("ends")
 
     failure = run(run_script, Recorded(b"")).failure
     return "" if failure is None else str(failure)
 
 
-def advance(sender, **changes):
-    with sender.roster.lock:
-        sender.roster._advance(**changes)
+def advance(core, **changes):
+    with core.roster.lock:
+        core.roster._advance(**changes)
 
 
-def change_member(sender, **changes):
-    first, *rest = sender.roster.now.members
-    advance(sender, members=(replace(first, **changes), *rest))
+def change_member(core, **changes):
+    first, *rest = core.roster.now.members
+    advance(core, members=(replace(first, **changes), *rest))
 
 
 def test_none():
     """Calls of a group that does not change break nothing."""
 
-    def script(world, ray, sender, invariants):
+    def script(world, ray, core, invariants):
         for _ in range(3):
-            invariants.add(call(world, sender, "step")).result()
+            invariants.add(call(world, core, "step")).result()
         invariants.check_at_rest()
         for actor in ray.actors:
             actor.end("the end")
@@ -62,14 +62,14 @@ def test_none():
 def test_snapshots(change, rule):
     """Snapshots may not follow each other in any way."""
 
-    def script(world, ray, sender, invariants):
+    def script(world, ray, core, invariants):
         if "failure" in change:
-            process = sender.roster.now.processes[0]
-            change_member(sender, failure=process.failure("killed", "by mistake"))
+            process = core.roster.now.processes[0]
+            change_member(core, failure=process.failure("killed", "by mistake"))
         elif "epoch" in change:
-            advance(sender, **change)
+            advance(core, **change)
         else:
-            change_member(sender, **change)
+            change_member(core, **change)
 
     assert simulate(script).startswith(f"{rule}: ")
 
@@ -77,11 +77,11 @@ def test_snapshots(change, rule):
 def test_a_loss_is_final():
     """A worker that was lost does not live again."""
 
-    def script(world, ray, sender, invariants):
+    def script(world, ray, core, invariants):
         ray.actors[0].end("it crashed")
-        change_member(sender, failure=sender.roster.now.processes[0].failure("killed", "it crashed"))
+        change_member(core, failure=core.roster.now.processes[0].failure("killed", "it crashed"))
         world.point("sees it")
-        change_member(sender, failure=None)
+        change_member(core, failure=None)
 
     assert simulate(script).startswith("lost for good: ")
 
@@ -89,8 +89,8 @@ def test_a_loss_is_final():
 def test_two_processes():
     """A rank is not constructed while its old process runs."""
 
-    def script(world, ray, sender, invariants):
-        start(world, ray, list(sender.roster.now.places))
+    def script(world, ray, core, invariants):
+        start(world, ray, list(core.roster.now.places))
 
     assert simulate(script).startswith("two processes: ")
 
@@ -98,14 +98,14 @@ def test_two_processes():
 def test_facts():
     """At rest, workers have the facts of the epoch, and the workers of a call ran it with them."""
 
-    def change_facts(world, ray, sender, invariants):
-        invariants.add(call(world, sender, "step")).result()
+    def change_facts(world, ray, core, invariants):
+        invariants.add(call(world, core, "step")).result()
         ray.actors[0].worker.facts["epoch"] = 1
         invariants.check_at_rest()
 
-    def call_early(world, ray, sender, invariants):
+    def call_early(world, ray, core, invariants):
         ray.actors[0].worker.facts["epoch"] = 1
-        invariants.add(call(world, sender, "step")).result()
+        invariants.add(call(world, core, "step")).result()
         ray.actors[0].worker.facts["epoch"] = 0
         invariants.check_at_rest()
 
@@ -116,9 +116,9 @@ def test_facts():
 def test_order():
     """All workers begin calls in one order."""
 
-    def script(world, ray, sender, invariants):
+    def script(world, ray, core, invariants):
         for _ in range(2):
-            invariants.add(call(world, sender, "step")).result()
+            invariants.add(call(world, core, "step")).result()
         ray.actors[0].worker.ran.reverse()
         invariants.check_at_rest()
 
@@ -128,11 +128,11 @@ def test_order():
 def test_leaks():
     """Neither processes nor open futures are left at the end."""
 
-    def keep_processes(world, ray, sender, invariants):
+    def keep_processes(world, ray, core, invariants):
         invariants.check_ended()
 
-    def keep_futures(world, ray, sender, invariants):
-        invariants.add(call(world, sender, "step"))
+    def keep_futures(world, ray, core, invariants):
+        invariants.add(call(world, core, "step"))
         for actor in ray.actors:
             actor.end("the end")
         invariants.check_ended()

@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import alive_nodes
+from fairlead_placement.extension import alive_nodes
 
 from .actors import HANG, Takes
 from .exploration import explore
@@ -90,7 +90,7 @@ class TestActors:
             start(world, handle)
             refs = [handle.step.remote() for _ in range(2)]
             facts = {"epoch": 1}
-            alone = handle._fairlead_function_alone.remote(60.0, "apply_facts", b"", facts)
+            alone = handle._fairlead_call.remote({"method": "apply_facts", "alone": 60.0}, b"", facts)
             world.get([*refs, alone], timeout=None)
             ran = [one.number - refs[0].number for one in handle.actor.worker.ran if one.method == "step"]
             orders.add(tuple(ran))
@@ -109,7 +109,7 @@ class TestActors:
             handle.hang.remote()
             world.wait_for("waits for the method", lambda: handle.actor.running)
             with pytest.raises(TimeoutError, match=r"1 methods were still running after 5\.0 s"):
-                world.get([handle._fairlead_function_alone.remote(5.0, "do_nothing", b"")], timeout=None)
+                world.get([handle._fairlead_call.remote({"method": "do_nothing", "alone": 5.0}, b"")], timeout=None)
             assert world.now() == 5
 
         simulate(script, overlapping=True)
@@ -136,7 +136,7 @@ class TestActors:
             ray.methods |= {"add": lambda worker, a, b: a + b, "slow": lambda worker, value: Takes(9, value)}
             slow = handle.slow.remote(4)
             added = handle.add.remote(slow, b=ray.put(3))
-            silent = handle._fairlead_silent.remote("add", 1, b=1)
+            silent = handle._fairlead_call.remote({"method": "add", "silent": True}, 1, b=1)
             assert ray.get([slow, added, silent]) == [4, 7, None]
             assert world.now() == 9
 

@@ -93,7 +93,7 @@ class TestRules:
         """A task takes a lock that it holds."""
 
         def take(world):
-            lock = world.lock()
+            lock = world.mutex()
             with lock, lock:
                 pass
 

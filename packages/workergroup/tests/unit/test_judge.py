@@ -3,7 +3,6 @@
 
 import ast
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
@@ -124,6 +123,7 @@ class Asked:
         ("node", {"node": says("process", "alive")}, ["node"], "alive"),
         ("node", {"node": PROCESS, "guard": GUARD}, ["node", "guard"], "lost"),
         ("node", {"node": NODE}, ["node"], "lost"),
+        ("cause", {"node": PROCESS}, ["ray"], "unknown"),
         ("all", {"head": says("actor-state", "silent")}, ["head", "node"], "unknown"),
         ("all", {"head": ACTOR, "ray": ERROR}, ["head", "ray", "guard"], "lost"),
         ("all", {"node": PROCESS}, ["head", "node", "ray", "guard"], "lost"),
@@ -179,49 +179,45 @@ def test_evidence_of_errors(error, expected):
     assert (None if found is None else (found.says, found.kind)) == expected
 
 
-ACTOR_HANDLE = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=None))
 AWAY = ray.exceptions.ActorUnavailableError("out of reach", None)
 DEAD = ray.exceptions.ActorDiedError()
-LATE = ray.exceptions.GetTimeoutError("late")
+OTHER = WorkerProcess(4, {}, "b" * 8, "10.0.0.2", 79, 125)
 
 
 @pytest.mark.parametrize(
-    ("ended", "answers", "is_lost"),
+    ("ended", "is_lost"),
     [
-        pytest.param([False], [None], False, id="it answers"),
-        pytest.param([False], [LATE], False, id="it is busy"),
-        pytest.param([True], [AWAY], True, id="its node says that it has ended"),
-        pytest.param([False, True], [AWAY, AWAY], True, id="it exits, which its node says first"),
-        pytest.param([False, False], [AWAY, DEAD], True, id="it exits, which Ray says first"),
-        pytest.param([None, None], [AWAY, DEAD], True, id="its node is silent"),
-        pytest.param([False] * 3, [AWAY, AWAY, None], False, id="its connection had broken"),
+        pytest.param([True], True, id="its node says that it has ended"),
+        pytest.param([False, None, True], True, id="it exits"),
+        pytest.param([None], False, id="its node is silent"),
+        pytest.param([False], False, id="its connection had broken"),
     ],
 )
-def test_worker_out_of_reach(monkeypatch, ended, answers, is_lost):
-    """A worker that is out of reach is asked until it answers, or is lost."""
-    monkeypatch.setattr(witnesses, "choose_alive", lambda nodes: [*nodes])
-    monkeypatch.setattr(witnesses, "ask_nodes", lambda workers, *_, **__: [ended.pop(0)])
+def test_worker_out_of_reach(monkeypatch, ended, is_lost):
+    """A worker that refuses requests is looked at until its process has ended, or for a limited time."""
+    answers = list(ended)
     monkeypatch.setattr(
-        witnesses, "collect", lambda requests, within_s: {one: (True, answers.pop(0)) for one in requests}
+        witnesses, "ask_nodes", lambda workers, *_, **__: [answers.pop(0) if len(answers) > 1 else answers[0]]
     )
     monkeypatch.setattr(witnesses, "REFUSED_EVERY_S", 0.0)
-    lost = judge_errors(Judge(RayWitnesses(lambda worker: ACTOR_HANDLE)), {WORKER: AWAY})
+    lost = judge_errors(Judge(RayWitnesses(lambda worker: None)), {WORKER: AWAY}, within_s=0.3)
     assert [verdict.kind for verdict in lost] == ["killed"] * is_lost
-    assert (ended, answers) == ([], [])
 
 
-@pytest.mark.parametrize("handle", [None, ACTOR_HANDLE])
-def test_worker_that_stays_out_of_reach(monkeypatch, handle):
-    """The wait for a worker that refuses requests has an end, and there is none if nobody can be asked."""
-    monkeypatch.setattr(witnesses, "choose_alive", lambda nodes: [*nodes])
-    monkeypatch.setattr(witnesses, "ask_nodes", lambda workers, *_, **__: [None])
+def test_workers_that_have_not_replied(monkeypatch):
+    """Nodes are asked about workers that have not replied only if no error tells of a death."""
     asked = []
-    monkeypatch.setattr(
-        witnesses, "collect", lambda requests, within_s: asked.extend(requests) or dict.fromkeys(requests, (None, AWAY))
-    )
-    monkeypatch.setattr(witnesses, "ANSWER_S", 0.5)
-    assert judge_errors(Judge(RayWitnesses(lambda worker: handle)), {WORKER: AWAY}) == []
-    assert bool(asked) == (handle is not None)
+
+    def ask_nodes(workers, *_, **__):
+        asked.extend(workers)
+        return [True] * len(workers)
+
+    monkeypatch.setattr(witnesses, "ask_nodes", ask_nodes)
+    error = ray.exceptions.RayTaskError("step", "a traceback", RuntimeError("a collective failed"), "", 1, "")
+    for own, others, found in ((DEAD, [], [WORKER]), (error, [OTHER], [OTHER])):
+        judge = Judge(RayWitnesses(lambda worker: None))
+        lost = judge_errors(judge, {WORKER: own}, silent=[OTHER], within_s=1.0)
+        assert ([verdict.worker for verdict in lost], asked) == (found, others)
 
 
 def test_one_module_reads_deaths():

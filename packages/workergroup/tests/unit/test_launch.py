@@ -6,9 +6,16 @@ import collections
 import pytest
 import ray
 
-from fairlead_workergroup import launch
+from fairlead_workergroup import RayWorkerBuilder, launch
 
 WORKERS = {"workers": 2}
+
+
+class Model:
+    """A class whose constructor has parameters that could be taken for axes."""
+
+    def __init__(self, path="", *, seed=0, hidden=64):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -18,17 +25,28 @@ WORKERS = {"workers": 2}
         ("Policy", WORKERS, "must be 'package.module.Class'"),
         (collections.Counter, {}, "needs the number of workers"),
         (collections.Counter, {"workers": 2, "dp": 2}, "and not both"),
-        (collections.Counter, {"workers": 0}, "must be at least 1, got 0"),
+        (collections.Counter, {"workers": 0}, "workers must be a whole number that is at least 1, got 0"),
+        (collections.Counter, {"workers": "2"}, "workers must be a whole number that is at least 1, got '2'"),
         (collections.Counter, {"dp": 2, "tp": 0}, "axis 'tp' must be at least 1, got 0"),
         (collections.Counter, {"dp": -2}, "axis 'dp' must be at least 1, got -2"),
         (collections.Counter, {"dp": 2.0}, "dp=2.0 is not an axis"),
         (collections.Counter, {"dp": 2, "timeout": 3}, "Did you mean timeout_s?"),
         (collections.Counter, {"dp": 2, "gpu_per_worker": 1}, "Did you mean gpus_per_worker?"),
         (collections.Counter, {"dp": 2, "num_gpus": 1}, "Its options are workers, init_args,"),
-        (collections.Counter, {"dp": 2, "restart": 1}, "'restart': give it to RayWorkerGroup"),
+        (collections.Counter, {"dp": 2, "restart": 1}, "write restart=Restart(...)"),
+        (collections.Counter, {"dp": 2, "elastic": 1}, "'elastic': give it to RayWorkerGroup"),
+        (Model, {"dp": 1, "seed": 3}, "seed is a parameter of Model.__init__: pass init_kwargs={'seed': 3}"),
+        (Model, {"hidden": 64}, "hidden is a parameter of Model.__init__: pass init_kwargs={'hidden': 64}"),
+        (ray.remote(Model), {"path": 1}, "path is a parameter of Model.__init__: pass init_kwargs={'path': 1}"),
+        (RayWorkerBuilder(Model), {"dp": 1, "seed": 3}, "pass RayWorkerBuilder(Model, seed=3)"),
+        (RayWorkerBuilder(Model), {"dp": 1, "init_args": [1]}, "give the arguments to the builder"),
         (collections.Counter, {"dp": 2, "gpu_ids": 1}, "'gpu_ids': give it to RayVirtualCluster"),
         (collections.Counter, {**WORKERS, "cpus_per_worker": 0}, "cpus_per_worker must be an integer of at least 1"),
-        (collections.Counter, {**WORKERS, "gpus_per_worker": -1}, "accelerators must have positive, finite amounts"),
+        (
+            collections.Counter,
+            {**WORKERS, "gpus_per_worker": -1},
+            "gpus_per_worker must be a number of at least 0, got -1",
+        ),
         (collections.Counter, {**WORKERS, "init_args": "text"}, "init_args must be a list or tuple"),
         (collections.Counter, {**WORKERS, "init_kwargs": [1]}, "init_kwargs must be a dict"),
         (collections.Counter, {**WORKERS, "timeout_s": 0}, "timeout_s must be a positive number of seconds"),

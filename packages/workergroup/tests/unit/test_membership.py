@@ -9,6 +9,7 @@ from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import HeadTimeoutError, Slot
 from fairlead_sharding import NamedSharding
+from fairlead_workergroup._calls.core import Core
 from fairlead_workergroup._elastic.replace import Replace
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.model import Started
@@ -37,6 +38,7 @@ def membership():
     roster.check_alive = lambda: roster.now
     made = Membership(roster, SimpleNamespace(policy=SimpleNamespace(on_failure=False)), None, None)
     made._phase = Phase.SERVING
+    made.turns = SimpleNamespace(end_change=lambda error: False)
     return made
 
 
@@ -104,24 +106,49 @@ def test_request_of_the_present_change(membership):
         membership.change(Act("outer", lambda: membership.change(Act("inner", lambda: None))))
 
 
-def test_call_while_a_call_is_sent(membership):
+@pytest.fixture
+def core(membership):
+    """Return what sends the calls of the group."""
+    return Core(membership._roster, None, membership, None)
+
+
+def take_turn(core, **options):
+    return core._take_turn(lambda: "sent", **options)
+
+
+def test_call_while_a_call_is_sent(core):
     """A signal handler that makes a call while its thread sends one is refused, instead of waiting for itself."""
     with pytest.raises(WorkerGroupError, match="Set a flag in the handler"):
-        membership.gate.run(lambda: membership.gate.run(lambda: None, NEVER), NEVER)
-    assert membership.gate.run(lambda: "sent", Deadline.after(1)) == "sent"
+        core._take_turn(lambda: take_turn(core))
+    assert take_turn(core) == "sent"
 
 
-def test_closed_gate(membership):
-    """Calls wait while the gate is closed, except those of the change itself."""
-    membership.gate.close()
-    assert membership.gate.run(lambda: "sent", Deadline.after(0.01)) is None
-    assert membership.gate.run(lambda: "sent", NEVER, passes=True) == "sent"
+def test_call_of_a_finalizer_while_its_thread_changes_the_group(core, membership):
+    """It is refused at once, because the change would wait for itself."""
+    refused = []
+
+    def call():
+        core.begin_change()
+        with pytest.raises(WorkerGroupError, match="finalizer") as caught:
+            take_turn(core)
+        refused.append(caught.value)
+        core.end_change()
+
+    assert membership.begin(Act("a change", call)).wait(Deadline.after(20))
+    assert refused
+
+
+def test_calls_during_a_change(core):
+    """Calls wait while a change begins an epoch, except those of the change itself."""
+    core.begin_change()
+    assert not core.wait_for_turn(Deadline.after(0.01))
+    assert take_turn(core, is_hook=True) == "sent"
     results = []
-    waiting = threading.Thread(target=lambda: results.append(membership.gate.run(lambda: "sent", NEVER)))
+    waiting = threading.Thread(target=lambda: results.append(core.wait_for_turn(NEVER)))
     waiting.start()
-    membership.gate.open()
+    core.end_change()
     waiting.join(20)
-    assert results == ["sent"]
+    assert results == [True]
 
 
 def test_end(membership, busy):
@@ -203,7 +230,7 @@ class Requests:
 
     timeout_s = START_S
 
-    def quiesce(self, members, deadline, check, *, all_calls):
+    def quiesce(self, members, deadline, check):
         return (LateWorker(0, {}, "a", 7, "step", 1.0),)
 
     def send_facts(self, member, changes, deadline, *, alone):
@@ -218,6 +245,7 @@ def start_two():
     roster, requests = Roster("policy", places, NamedSharding.from_shape(worker=2)), Requests()
     crew = Crew(roster)
     membership = Membership(roster, crew, requests, requests)
+    Core(roster, None, membership, None)
     membership.change(Start())
     crew.moved.clear()
     return crew, membership

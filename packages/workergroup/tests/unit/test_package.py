@@ -30,9 +30,8 @@ OF_THE_HEAD = {
     "dead_actors",
     "drain_deadlines",
     "draining_nodes",
-    "find_agents",
+    "find_boards",
     "placement_group_table",
-    "process_is_alive",
 }
 
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The groups that agents publish, as other processes find them, without Ray."""
+"""The groups that are published on boards, as other processes find them, without Ray."""
 
 import pytest
 
-from fairlead_placement.spi import Agent
+from fairlead_placement.extension import Board
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import WorkerGroupError
 from fairlead_workergroup._observe.publications import find_group
 from fairlead_workergroup.spi import find_groups
 
-from ..faults import let_agents_have, publish
+from ..faults import let_boards_have, publish
 
 MESH = NamedSharding.from_shape(dp=2, tp=2)
 
@@ -23,33 +23,24 @@ def board(epoch, *rows, **changes):
         "layout": MESH.to_dict(),
     }
     about |= {"created": 1.0, "namespace": "ns", "driver": {"job_id": "01"}, "epoch": epoch}
-    about["publication"] = epoch
+    about |= {"publication": epoch, "methods": {}}
     fields = {"name": "w", "coords": {}, "address": "", "started": 1, "restarts": 0, "actor_id": ""}
     members = [{**fields, "mark": "", "incarnation": 0, **row} for row in rows]
-    return {**publish({**about, "members": members, **changes}), "of-somebody-else": 3}
+    return publish({**about, "members": members, **changes})
 
 
-def test_merge(monkeypatch):
-    """The boards of a group's nodes become one group, of each rank the latest; others are left out."""
-    first, second, silent = (Agent("01", node, None) for node in ("a", "b", "c"))
-
-    def merge(boards):
-        let_agents_have(monkeypatch, boards)
-        return find_groups()
-
+def test_boards(monkeypatch):
+    """Each board has the groups of its process; those of other versions of the library are left out."""
+    first, second, silent = (Board("01", owner, owner, None) for owner in ("a", "b", "c"))
     boards = {
-        first: board(5, {"rank": 0, "node_id": "a", "pid": 1}, {"rank": 1, "node_id": "a", "pid": 2}),
-        second: board(7, {"rank": 1, "node_id": "b", "pid": 3}),
+        first: board(7, {"rank": 0, "node_id": "a", "pid": 1}, {"rank": 1, "node_id": "b", "pid": 3}),
+        second: board(5, schema=99),
         silent: TimeoutError("no answer"),
     }
-    (found,) = merge(boards)
+    let_boards_have(monkeypatch, boards)
+    (found,) = find_groups()
     assert [(one.rank, one.node_id, one.pid) for one in found.members] == [(0, "a", 1), (1, "b", 3)]
-    assert (found.epoch, found.sharding, found.agents) == (7, MESH, {"a": first, "b": second})
-    assert merge({first: board(5, schema=99)}) == []
-    assert (found.publication, found.settled) == (7, False)
-    rows = [{"rank": rank, "node_id": "a", "pid": 1} for rank in range(4)]
-    (found,) = merge({first: board(8, *rows), second: board(8)})
-    assert (found.publication, found.settled) == (8, True)
+    assert (found.epoch, found.publication, found.sharding, found.board) == (7, 7, MESH, first)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +59,7 @@ def test_name_or_id(asked, found, monkeypatch):
     """A name chooses before ids, and the beginning of an id counts from the six digits that are shown."""
     names = {"33": "c", "33cafe": "cafe00", "cafe00": "policy", "cafe11": "critic", "a": "twin", "b": "twin"}
     boards = [board(1, id=one.ljust(32, "0"), name=name) for one, name in names.items()]
-    let_agents_have(monkeypatch, {Agent("01", str(at), None): one for at, one in enumerate(boards)})
+    let_boards_have(monkeypatch, {Board("01", str(at), str(at), None): one for at, one in enumerate(boards)})
     if found not in names:
         with pytest.raises(WorkerGroupError, match=found):
             find_group(asked)

@@ -7,18 +7,12 @@ import pytest
 import ray
 
 from fairlead_workergroup import _ray_private as private
-from fairlead_workergroup._transport.futures import task_of_future
+from fairlead_workergroup._transport.replies import task_of
 
 # The layout of Ray's ids: 12 random bytes and the job make an actor id, 8 more bytes a task id, 4 more an object id.
 ACTOR = b"a" * 12 + b"\1\0\0\0"
 TASK = b"t" * 8 + ACTOR
 REF = ray.ObjectRef(TASK + b"\1\0\0\0")
-
-
-def test_still_referenced(monkeypatch):
-    """No object is known to be referenced."""
-    monkeypatch.setattr(ray._private.worker.global_worker, "core_worker", object(), raising=False)
-    assert private.still_referenced([REF.binary()]) == []
 
 
 def test_is_known_dead(monkeypatch):
@@ -37,7 +31,7 @@ def test_actor_id(attribute):
 def test_ids_of_a_reference():
     """They are parts of the object's id, and Ray's own method returns the same."""
     assert REF.task_id().binary() == TASK
-    assert task_of_future(REF) == TASK
+    assert task_of(REF) == TASK
     assert private.actor_id_of_ref(REF) == ACTOR.hex()
 
 

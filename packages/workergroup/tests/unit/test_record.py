@@ -247,6 +247,33 @@ def test_overlapping_calls(overlapping):
     assert read(record)["method"] is None
 
 
+def test_overlapping_calls_of_two_threads(overlapping):
+    """Methods on the event loop and generators in threads begin and end at the same time; none of them fails."""
+    errors = []
+
+    def work():
+        try:
+            for _ in range(3_000):
+                keys = [overlapping.begin(number) for number in (1, 2, 3)]
+                for key in keys:
+                    overlapping.end(key)
+        except Exception as error:  # noqa: BLE001  the test shows it
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert read(overlapping)["method"] is None
+
+
 @pytest.fixture
 def writer():
     """A process that writes its record all the time, with the same number as task, calls, step and message."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from fairlead_placement import Slot
-from fairlead_placement.spi import count_bundles
+from fairlead_placement.extension import count_bundles
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup._launch import _count_for_each_node
 from fairlead_workergroup._start import environment

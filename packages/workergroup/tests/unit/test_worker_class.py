@@ -256,7 +256,7 @@ class TestResolution:
 
         model = make_class(Model, by_name=by_name)
         for function in (Base.overridden, Model._private, inherited):
-            assert model.method(function).hosted == "_fairlead_function_plain"
+            assert model.method(function).function is not None
 
     def test_remote_class(self):
         """Methods looked up on a `@ray.remote` class are those of the class below."""

@@ -6,7 +6,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from fairlead_placement.spi import OneTimeEvent
+from fairlead_placement.extension import OneTimeEvent
 
 
 def test_interrupted_waits(interrupter):

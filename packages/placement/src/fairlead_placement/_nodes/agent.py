@@ -1,303 +1,389 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends requests to node agents: one detached actor per job and node, created when it is needed."""
+"""The node agents of this process: one actor for each node on which it holds something, and only for that long.
+
+An agent needs no resources. It ends with the last of what it holds, and with this process. Workers are not affected
+when it dies; what it held is lost, and whoever holds it is told.
+"""
 
 import functools
+import logging
+import threading
 import time
-import types
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from .. import _ray_private
-from .._ray_private import (
-    block_shutdown,
-    collect,
-    create_actor,
-)
+from .._model import group_pairs
+from .._ray_private import block_shutdown, collect, connection, create_actor
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process, meters
-from .background import run_each
-from .head import alive_nodes, ask_head, choose_alive, head_deadline, refuse_client
-from .usage import GpuMemory, NodeUsage, ProcessUsage
+from .background import OneTimeEvent, run_each, run_in_thread
+from .head import ask_head, head_deadline, refuse_client
 
 _T = TypeVar("_T")
+# What is called when an agent dies, on a background thread: the node, the names that the agent held for this function,
+# and why it died.
+OnLoss = Callable[[str, Sequence[str], str], object]
+logger = logging.getLogger(__name__)
 
 AGENT_NAME_PREFIX = "fairlead-agent-"
-# All processes of a job find its agents there, whatever namespace they are in.
+# All processes find the agent of an owner's own node there, whatever namespace they are in.
 NAMESPACE = "fairlead"
-# Just after an agent's death its name may still lead to the dead one, on a busy head for seconds.
-PAUSES_S = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
-# OutOfMemoryError: Ray's memory monitor has killed the agent; it prefers what has started last. ActorUnavailableError:
-# Ray does not know yet whether the agent has died or will answer again.
-_GONE = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError, ray.exceptions.ActorUnavailableError)
+# OutOfMemoryError: Ray's memory monitor has killed the agent; it prefers what has started last.
+_DEAD = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
+# ActorUnavailableError: Ray does not know yet whether the agent has died or will answer again.
+_GONE = (*_DEAD, ray.exceptions.ActorUnavailableError)
+# The first and the longest pause before a request is repeated.
+PAUSES_S = (0.05, 1.0)
 # For an agent, whose process may have to start.
 ANSWER_S = 60.0
 # How many agents are created at a time: Ray's head registers each by a request of its own.
 CREATED_AT_ONCE = 16
 # fairlead-placement need not be installed on the nodes.
-for _module in (agent_process, meters, _ray_private):
+for _module in (agent_process, meters):
     ray.cloudpickle.register_pickle_by_value(_module)
 
 
-# By session, job and node. Each change is atomic, and Ray has one actor of a name, so threads may create it together.
-_handles: dict[tuple[str, str, str], Any] = {}
+@dataclass(eq=False)
+class _Agent:
+    """An agent of this process, and what it holds by name, with what is called when it dies."""
+
+    node_id: str
+    on: object | None  # the connection to Ray
+    handle: Any = None
+    end: Future[Any] | None = None  # of a request that ends with the agent
+    error: Exception | None = None  # with which its creation failed
+    created: OneTimeEvent = field(default_factory=OneTimeEvent)  # or failed
+    holds: dict[str, OnLoss | None] = field(default_factory=dict)
+
+
+# By node id. The lock is reentrant, because a signal handler may release something. No request is made under it.
+_lock = threading.RLock()
+_agents: dict[str, _Agent] = {}
 
 
 @functools.cache
 def _actor_class() -> Any:
-    return ray.remote(agent_process.AgentProcess)
+    return ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"end": 1})(agent_process.NodeAgent)
 
 
-def agents_of(instead_of: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the agents of nodes, by node id, and create those that are missing. `instead_of` has those that died."""
-    keys = {node_id: _key(node_id) for node_id in instead_of}
-    found = {key: _handles.get(key) for key in keys.values()}
-    missing = [node_id for node_id, key in keys.items() if found[key] == instead_of[node_id]]
-    if missing:
-        others = f" and of {len(missing) - 1} more" if missing[1:] else ""
-        created = ask_head(f"start the agent of node {missing[0][:8]}{others}", _create, [keys[one] for one in missing])
-        # Agents end with their session and job, so handles of others are of no use any more.
-        present = {key[:2] for key in keys.values()}
-        for key in [key for key in [*_handles] if key[:2] not in present]:
-            _handles.pop(key, None)
-        _handles.update(created)
-        found |= created
-    return {node_id: found[key] for node_id, key in keys.items()}
+def board_prefix(job_id: str, owner: str) -> str:
+    """Return the beginning of the name of the agent of a process on its own node."""
+    return f"{AGENT_NAME_PREFIX}{job_id}-{owner}-"
 
 
-def _create(keys: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str, str], Any]:
-    """Create agents, on this thread and others, none of which keeps the process alive if the head is silent."""
-    first, *others = keys
-    made = run_each(_create_actor, others, CREATED_AT_ONCE - 1)
-    return {first: _create_actor(first)} | {key: one.result() for key, one in zip(others, made, strict=True)}
-
-
-def _create_actor(key: tuple[str, str, str]) -> Any:
-    _, job_id, node_id = key
-    return create_actor(
-        _actor_class(),
-        (True,),
-        name=f"{AGENT_NAME_PREFIX}{job_id}-{node_id}",
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        num_cpus=0,
-        max_restarts=0,
-        # It answers while something slow is under way.
-        max_concurrency=16,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-    )
-
-
-def _key(node_id: str) -> tuple[str, str, str]:
-    refuse_client()
-    context = ray.get_runtime_context()
-    return context.get_session_name(), context.get_job_id(), node_id
-
-
-def this_process() -> str:
-    """Return the worker id of this process, which owns what the agents hold for it."""
-    refuse_client()
-    return str(ray.get_runtime_context().get_worker_id())
-
-
-class NodeAgent:
-    """Acts on one node: it holds ports, measures processes and memory, and runs functions.
-
-    The actor needs no resources and is created when it is needed, one for all processes of the job. It stays while it
-    holds something, or a thread or process lives that a function has started. Otherwise it ends with its job, or where
-    there is an autoscaler, which takes its node for busy, 5 s after the last request. Within 10 s of the end of a
-    process it releases everything that it holds for that process. When it dies, its leases are lost, workers are not
-    affected, and the next request creates a new agent.
+def ask_agents(
+    method: str,
+    arguments: Mapping[str, Sequence[Any]],
+    names: Mapping[str, Collection[str]],
+    *,
+    timeout_s: float = ANSWER_S,
+    on_loss: OnLoss | None = None,
+    repeat: bool = True,
+) -> dict[str, Any]:
+    """Send a request to the agent of each node at once; return by node id the answer, or the exception.
 
     Args:
-        node_id: Ray's id of a node that is alive.
-        timeout_s: seconds that one request may take, including the start of the agent's process.
-
-    Raises:
-        PlacementTimeoutError: every request raises it if it was not answered in time. The constructor does not.
-        PlacementError: every request raises it if the agent failed, in most cases because its node is gone.
-
-    >>> NodeAgent("0" * 56)
-    NodeAgent(00000000)
+        method: of the agent.
+        arguments: its arguments, by node id. An agent that is missing is created.
+        names: what the agents hold for this request, by node id. They live until all of it is released.
+        timeout_s: seconds that all of it may take.
+        on_loss: called if an agent dies that holds it.
+        repeat: whether the request is sent to another agent if one dies before it has answered.
     """
-
-    def __init__(self, node_id: str, *, timeout_s: float = 60.0) -> None:
-        self.node_id = node_id
-        self.timeout_s = timeout_s
-
-    def __repr__(self) -> str:
-        return f"NodeAgent({self.node_id[:8]})"
-
-    def lease(self, count: int, low: int, high: int) -> tuple[list[tuple[int, str]], int, int]:
-        """Hold `count` ports of the range low to high (both included), or none.
-
-        Returns:
-            The ports with their lease ids; how many of the range this agent has leased; how many others have bound.
-        """
-        lease_ids = [uuid.uuid4().hex for _ in range(count)]
-        ports, leased, in_use = self._ask("lease", lease_ids, low, high, this_process())
-        return list(zip(ports, lease_ids, strict=False)), leased, in_use
-
-    def release(self, lease_ids: list[str]) -> None:
-        """Release ports, by lease id."""
-        self._ask("release", lease_ids)
-
-    def leased(self) -> list[int]:
-        """Return the ports held now, in ascending order."""
-        return list(self._ask("leased"))
-
-    def usage(self, pids: Sequence[int]) -> list[ProcessUsage]:
-        """Return what processes of the node use, in the order of `pids`. A process that has ended is left out."""
-        return [ProcessUsage(*row) for row in self._ask("usage", list(pids))]
-
-    def requests(self) -> dict[str, int]:
-        """Return how many requests have reached the agent: `usage` to measure processes, `run` to call functions."""
-        return dict(self._ask("requests"))
-
-    def memory(self, watcher: str | None = None) -> NodeUsage:
-        """Take a sample of the node's memory.
-
-        Args:
-            watcher: for whom the agent takes a sample each second until `unwatch`; None for this single sample.
-
-        Returns:
-            The sample, with the peaks since the watcher's first.
-        """
-        return _read_row(self.node_id, self._ask("memory", watcher, this_process()))
-
-    def unwatch(self, watcher: str) -> None:
-        """Take no more samples for a watcher. Can be repeated, and does not affect other watchers."""
-        self._ask("release", [watcher])
-
-    def run(self, function: Callable[..., _T], *args: Any, timeout_s: float | None = None) -> _T:
-        """Call a function on the node and return what it returns. The agent still answers other requests.
-
-        Args:
-            function: shipped by value if its module is registered for that, else by name.
-            args: its arguments.
-            timeout_s: seconds that this request may take; None for the agent's `timeout_s`. The function itself is not
-                interrupted.
-
-        Raises:
-            PlacementTimeoutError: the function has not returned by then.
-            Exception: any exception of the function.
-        """
-        returned: _T = self._ask("run", function, *args, timeout_s=timeout_s)
-        return returned
-
-    def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        answer, error = _ask_nodes(method, {self.node_id: args}, limit)[self.node_id]
-        if error is not None:
-            raise error
-        return answer
+    deadline, pause = time.monotonic() + timeout_s, PAUSES_S[0]
+    answers: dict[str, Any] = {}
+    left = list(arguments)
+    while True:
+        try:
+            with head_deadline(max(0.0, deadline - time.monotonic())):
+                agents = _get_agents({node_id: names[node_id] for node_id in left}, deadline)
+            found = _send(method, agents, arguments, deadline)
+        except (PlacementError, ray.exceptions.RayError) as error:
+            return answers | dict.fromkeys(left, error)
+        again = []
+        for node_id, (answer, failure) in found.items():
+            if failure is None and not _confirm(agents[node_id], names[node_id], on_loss):
+                failure = ray.exceptions.ActorDiedError()
+            answers[node_id] = answer if failure is None else _explain(node_id, method, timeout_s, failure)
+            if isinstance(failure, _GONE) and not isinstance(failure, ray.exceptions.RayTaskError):
+                again.append(node_id)
+        left = again if repeat and time.monotonic() < deadline else []
+        if not left:
+            return answers
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+        pause = min(2 * pause, PAUSES_S[1])
 
 
-def dismiss_agents(node_ids: Iterable[str]) -> None:
-    """Have the agents of nodes leave that this process has used, unless they hold something for another purpose."""
-    with block_shutdown():
-        # The name leads to an agent that stays for another purpose, so its handle need not be kept.
-        agents = [_handles.pop(_key(node_id), None) for node_id in node_ids] if ray.is_initialized() else []
-        for agent in filter(None, agents):
-            agent.leave.options(num_returns=0).remote()
+def send_to_agents(
+    method: str, arguments: Mapping[str, Sequence[Any]], names: Mapping[str, Collection[str]], on_loss: OnLoss
+) -> None:
+    """Send the same without waiting for the answers, within `head_deadline`."""
+    agents = _get_agents(names, time.monotonic() + ANSWER_S)
+    for node_id, agent in agents.items():
+        _confirm(agent, names[node_id], on_loss)
+    _send(method, agents, arguments, time.monotonic())
 
 
-def run_on_nodes(
-    function: Callable[..., _T], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float = 60.0
-) -> dict[str, _T | Exception]:
-    """Call a function on several nodes at once, with one request to each.
-
-    Args:
-        function: as for `NodeAgent.run`.
-        arguments: the function's positional arguments, by node id.
-        timeout_s: seconds that all requests together may take.
-
-    Returns:
-        By node id, what the function returned there, or the exception with which it failed. Exceptions are not raised,
-        so that a node that is gone does not hide what the other nodes return.
-    """
-    code: Any = function
-    # Anything else may hold references to objects, which only Ray itself can send.
-    if isinstance(function, types.FunctionType) and not function.__closure__:
-        code = ray.cloudpickle.dumps(function)  # once for all nodes
-    return ask_nodes("run", {node_id: (code, *args) for node_id, args in arguments.items()}, timeout_s)
-
-
-def usage_on_nodes(
-    pids: Mapping[str, Sequence[int]], *, timeout_s: float = 60.0
-) -> dict[str, list[ProcessUsage] | Exception]:
-    """Measure processes on several nodes at once, with one request to each node.
-
-    Args:
-        pids: the processes, by node id.
-        timeout_s: seconds that all requests together may take.
-
-    Returns:
-        By node id, a list as `NodeAgent.usage` returns it, or the exception with which the request failed.
-    """
-    answers = ask_nodes("usage", {node_id: (list(there),) for node_id, there in pids.items()}, timeout_s)
+def ask_present(method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> dict[str, Any]:
+    """Send a request to those agents of some nodes that this process has; return their answers as `ask_agents` does."""
+    deadline = time.monotonic() + timeout_s
+    agents = _present(arguments)
+    found = _send(method, agents, arguments, deadline) if agents else {}
     return {
-        node_id: rows if isinstance(rows, Exception) else [ProcessUsage(*row) for row in rows]
-        for node_id, rows in answers.items()
+        node_id: answer if error is None else _explain(node_id, method, timeout_s, error)
+        for node_id, (answer, error) in found.items()
     }
 
 
-def ask_nodes(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: float) -> dict[str, Any]:
-    """Send the same request to several agents at once; return by node id the answer, or the exception."""
-    answers = _ask_nodes(method, arguments, timeout_s)
-    return {node_id: answer if error is None else error for node_id, (answer, error) in answers.items()}
+def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> dict[str, Exception]:
+    """Release what agents hold, and end the agents that hold nothing else.
 
-
-def ask_living(method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: float) -> dict[str, Any]:
-    """Do the same, but leave out nodes that have gone, and raise the error of an agent whose node is alive."""
-    answers = ask_nodes(method, arguments, timeout_s)
-    failed = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception)}
-    for node_id in choose_alive(failed) if failed else ():
-        raise failed[node_id]
-    return {node_id: answer for node_id, answer in answers.items() if node_id not in failed}
-
-
-def _ask_nodes(
-    method: str, arguments: Mapping[str, Sequence[Any]], timeout_s: float
-) -> dict[str, tuple[Any, Exception | None]]:
-    """Return by node id the answer and the exception. Where an agent is gone, a new agent gets the request."""
-    deadline = time.monotonic() + timeout_s
-    answers: dict[str, tuple[Any, Exception | None]] = {}
-    # By node id, the agent to replace.
-    left: dict[str, Any] = dict.fromkeys(arguments)
-    for pause in (*PAUSES_S, 0.0):
-        try:
-            with head_deadline(max(0.0, deadline - time.monotonic())):
-                agents = agents_of(left)
-        except Exception as error:
-            if not answers:
-                raise
-            # It must not hide what the other agents have answered.
-            return answers | dict.fromkeys(left, (None, error))
-        sends = {at: functools.partial(agent.answer.remote, method, *arguments[at]) for at, agent in agents.items()}
-        answers |= collect(sends, deadline - time.monotonic())
-        left = {}
+    Returns:
+        By node id, why an agent that is alive did not answer in time. It releases the names later.
+    """
+    agents = _present(names)
+    requests = {node_id: ([*names[node_id]],) for node_id in agents}
+    try:
+        answers = ask_present("release", requests, timeout_s=timeout_s)
+    finally:
         for node_id, agent in agents.items():
-            failure = answers[node_id][1]
-            # A function's own error is a RayTaskError, whatever its class.
-            if isinstance(failure, ray.exceptions.RayError) and not isinstance(failure, ray.exceptions.RayTaskError):
-                answers[node_id] = None, _explain(node_id, method, timeout_s, failure)
-                if isinstance(failure, _GONE):
-                    left[node_id] = None if isinstance(failure, ray.exceptions.ActorUnavailableError) else agent
-        if not left:
-            break
-        time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
-    return answers
+            _leave(agent, names[node_id])
+    late = {node_id: one for node_id, one in answers.items() if isinstance(one, Exception)}
+    return {node_id: one for node_id, one in late.items() if not isinstance(one.__cause__, _DEAD)}
 
 
-def _explain(node_id: str, method: str, limit: float, cause: BaseException) -> PlacementError:
+def call_in_agents(
+    function: Callable[..., _T],
+    arguments: Mapping[str, Sequence[Any]],
+    name: str,
+    *,
+    timeout_s: float,
+    on_loss: Callable[[str], object] | None = None,
+) -> dict[str, _T | Exception]:
+    """Call a function in the agents of several nodes, once, for what it leaves running in their processes.
+
+    Args:
+        function: as for `run_on_nodes`.
+        arguments: its positional arguments, by node id. Agents that are missing are created.
+        name: what the agents hold, and live for until `leave_agents`.
+        timeout_s: seconds that all of it may take.
+        on_loss: called on a background thread with the id of a node whose agent has died.
+
+    Returns:
+        By node id, what the function returned there, or the exception with which it failed.
+    """
+    return ask_agents(
+        "call",
+        _with_code(function, arguments),
+        dict.fromkeys(arguments, (name,)),
+        timeout_s=timeout_s,
+        on_loss=None if on_loss is None else _OnNode(on_loss),
+        repeat=False,
+    )
+
+
+@dataclass(frozen=True)
+class _OnNode:
+    on_loss: Callable[[str], object]
+
+    def __call__(self, node_id: str, names: Sequence[str], why: str) -> None:
+        self.on_loss(node_id)
+
+
+def call_in_present_agents(
+    function: Callable[..., _T], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float
+) -> dict[str, _T | Exception]:
+    """Call a function in those agents of several nodes that this process has; else as `call_in_agents`."""
+    return ask_present("call", _with_code(function, arguments), timeout_s=timeout_s)
+
+
+def _with_code(function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    code = ray.cloudpickle.dumps(function)
+    return {node_id: (code, *args) for node_id, args in arguments.items()}
+
+
+def leave_agents(name: str, *, timeout_s: float = 0.0) -> None:
+    """End the agents that only `call_in_agents` with this name holds, with what its functions have started."""
+    release(dict.fromkeys(nodes_with(name), (name,)), timeout_s=timeout_s)
+
+
+def nodes_with(name: str | None = None) -> list[str]:
+    """Return the nodes on which this process holds something by a name, or anything."""
+    with _lock:
+        return [node_id for node_id, agent in _agents.items() if name is None or name in agent.holds]
+
+
+def _present(node_ids: Iterable[str]) -> dict[str, _Agent]:
+    """Return the agents of some nodes that this process has."""
+    here = connection()
+    with _lock:
+        found = {node_id: agent for node_id in node_ids if (agent := _agents.get(node_id)) is not None}
+    return {node_id: agent for node_id, agent in found.items() if agent.on is here and agent.handle is not None}
+
+
+def _get_agents(names: Mapping[str, Collection[str]], deadline: float) -> dict[str, _Agent]:
+    """Return the agents of nodes by node id, to hold names from now on. Create those that are missing."""
+    refuse_client()
+    agents: dict[str, _Agent] = {}
+    missing: list[_Agent] = []
+    here = connection()
+    with _lock:
+        for node_id in [node_id for node_id, agent in _agents.items() if agent.on is not here]:
+            del _agents[node_id]  # it ended with its connection
+        for node_id, its in names.items():
+            agent = _agents.get(node_id)
+            if agent is None:
+                agent = _agents[node_id] = _Agent(node_id, here)
+                missing.append(agent)
+            for name in its:
+                agent.holds.setdefault(name, None)
+            agents[node_id] = agent
+    if missing:
+        _create(missing)
+    for agent in agents.values():
+        # Another thread may be creating it.
+        if not agent.created.wait(max(0.0, deadline - time.monotonic())):
+            raise PlacementTimeoutError(f"The agent of node {agent.node_id} has not been created in time. Try again.")
+        if agent.error is not None:
+            raise agent.error
+    return agents
+
+
+def _create(agents: Sequence[_Agent]) -> None:
+    others = f" and of {len(agents) - 1} more" if agents[1:] else ""
+    request = f"start the agent of node {agents[0].node_id[:8]}{others}"
+    try:
+        handles = ask_head(request, _create_actors, [agent.node_id for agent in agents], undo=_kill)
+        for agent, handle in zip(agents, handles, strict=True):
+            agent.handle = handle
+            _watch(agent)
+    except BaseException as error:
+        # Threads that wait for these agents get the error too.
+        failure = error if isinstance(error, Exception) else PlacementError(f"{request} was interrupted. Try again.")
+        with _lock:
+            for agent in agents:
+                agent.error = failure
+                if _agents.get(agent.node_id) is agent:
+                    del _agents[agent.node_id]
+        raise
+    finally:
+        for agent in agents:
+            agent.created.set()
+
+
+def _create_actors(node_ids: Sequence[str]) -> list[Any]:
+    """Create agents, on this thread and others, none of which keeps the process alive if the head is silent."""
+    first, *others = node_ids
+    made = run_each(_create_actor, others, CREATED_AT_ONCE - 1)
+    return [_create_actor(first), *(one.result() for one in made)]
+
+
+def _create_actor(node_id: str) -> Any:
+    options: dict[str, Any] = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+    context = ray.get_runtime_context()
+    if node_id == context.get_node_id():
+        # The name of an agent that has died may still be taken.
+        name = board_prefix(context.get_job_id(), context.get_worker_id()) + uuid.uuid4().hex[:8]
+        options |= {"name": name, "namespace": NAMESPACE}
+    return create_actor(_actor_class(), (), **options)
+
+
+def _kill(handles: list[Any]) -> None:
+    with block_shutdown():
+        for handle in handles if ray.is_initialized() else ():
+            ray.kill(handle)
+        handles.clear()
+
+
+def _watch(agent: _Agent) -> None:
+    """Have a request wait at an agent for its end."""
+    with block_shutdown():
+        if agent.on is connection():
+            agent.end = agent.handle.wait_for_end.remote().future()
+            agent.end.add_done_callback(functools.partial(run_in_thread, _notice, agent))
+
+
+def _notice(agent: _Agent, ended: Future[Any]) -> None:
+    error = ended.exception()
+    if isinstance(error, ray.exceptions.ActorUnavailableError) and agent.handle is not None:
+        time.sleep(PAUSES_S[1])
+        _watch(agent)
+    elif agent.on is connection():
+        _lose(agent, str(error))
+
+
+def _lose(agent: _Agent, why: str) -> None:
+    """Forget an agent that has died, and call whoever held something there."""
+    with _lock:
+        if _agents.get(agent.node_id) is not agent:
+            return
+        del _agents[agent.node_id]
+        lost = group_pairs((on_loss, name) for name, on_loss in agent.holds.items() if on_loss is not None)
+    reason = " ".join(why.split("\n\t")[0].split())
+    for on_loss, names in lost.items():
+        try:
+            on_loss(agent.node_id, names, reason)
+        except Exception:
+            logger.exception("Cannot restore what the agent of node %s held", agent.node_id[:8])
+
+
+def _leave(agent: _Agent, names: Collection[str]) -> None:
+    """Note that an agent does not hold names any more, and end it if it holds nothing else."""
+    with _lock:
+        for name in names:
+            agent.holds.pop(name, None)
+        if agent.holds or _agents.get(agent.node_id) is not agent or agent.handle is None:
+            return
+        del _agents[agent.node_id]
+        handle, agent.handle = agent.handle, None
+    with block_shutdown():
+        if agent.on is connection():
+            ray.kill(handle)
+        del handle
+
+
+def _confirm(agent: _Agent, names: Collection[str], on_loss: OnLoss | None) -> bool:
+    """Note whom to call if an agent dies; return False if it has died. Names may have been released since."""
+    with _lock:
+        released = [name for name in names if name not in agent.holds]
+        agent.holds.update((name, on_loss) for name in names if name in agent.holds)
+        is_present = _agents.get(agent.node_id) is agent
+    if released:
+        release({agent.node_id: released}, timeout_s=0.0)
+    return is_present or bool(released)
+
+
+def _send(
+    method: str, agents: Mapping[str, _Agent], arguments: Mapping[str, Sequence[Any]], deadline: float
+) -> dict[str, tuple[Any, Exception | None]]:
+    handles = {node_id: agent.handle for node_id, agent in agents.items()}
+    gone = [node_id for node_id, handle in handles.items() if handle is None]
+    sends = {
+        node_id: functools.partial(getattr(handle, method).remote, *arguments[node_id])
+        for node_id, handle in handles.items()
+        if handle is not None
+    }
+    found: dict[str, Any] = collect(sends, max(0.0, deadline - time.monotonic()))
+    found |= dict.fromkeys(gone, (None, ray.exceptions.ActorDiedError()))
+    for node_id, (_, error) in found.items():
+        if isinstance(error, _DEAD) and not isinstance(error, ray.exceptions.RayTaskError):
+            _lose(agents[node_id], str(error))
+    return found
+
+
+def _explain(node_id: str, method: str, limit_s: float, cause: Exception) -> Exception:
+    # A function's own error is a RayTaskError, whatever its class.
+    if isinstance(cause, ray.exceptions.RayTaskError) or not isinstance(cause, ray.exceptions.RayError):
+        return cause
     if isinstance(cause, ray.exceptions.GetTimeoutError):
         error: PlacementError = PlacementTimeoutError(
-            f"The agent of node {node_id} did not answer {method!r} within {limit:g} s. "
+            f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. "
             "Its process may be starting on a very busy node: try again, or look at the node."
         )
     else:
@@ -307,23 +393,3 @@ def _explain(node_id: str, method: str, limit: float, cause: BaseException) -> P
         )
     error.__cause__ = cause
     return error
-
-
-def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage, ...]:
-    """Return the memory of each node that is alive, in the order given. A watcher is as for `NodeAgent.memory`."""
-    with head_deadline():
-        alive = alive_nodes()
-    asked = {node_id: (watcher, this_process()) for node_id in node_ids if node_id in alive}
-    return tuple(_read_row(node_id, row) for node_id, row in ask_living("memory", asked, ANSWER_S).items())
-
-
-def unwatch(node_ids: Collection[str], watcher: str) -> None:
-    """Have no more samples taken for a watcher on some nodes. Can be repeated. A silent agent is left alone."""
-    if node_ids:
-        ask_nodes("release", dict.fromkeys(choose_alive(node_ids), ([watcher],)), 10.0)
-
-
-def _read_row(node_id: str, row: Sequence[Any]) -> NodeUsage:
-    total, used, available, peak, gpus, samples, sampled_at = row
-    on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
-    return NodeUsage(node_id, total, used, available, peak, on_gpus, samples, sampled_at)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs functions on background threads, for as long as their callers wait, and longer; and events to wait for."""
 
-import collections
 import contextlib
 import contextvars
-import functools
 import math
 import os
 import queue
@@ -29,16 +27,16 @@ CHECK_S = 1.0
 SIGNAL_S = 0.5
 
 
+@dataclass(eq=False)
 class OneTimeEvent:
     """An event of threads, of which Ctrl-C may interrupt any operation.
 
     A wait for `threading.Event` that is interrupted when it ends raises RuntimeError for a lock that it does not have.
     """
 
-    def __init__(self) -> None:
-        self._has_happened = False
-        # Each thread that this wakes up wakes up the next one.
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+    _has_happened: bool = field(default=False, init=False)
+    # Each thread that this wakes up wakes up the next one.
+    _wake: "queue.SimpleQueue[None]" = field(default_factory=queue.SimpleQueue, init=False)
 
     def set(self) -> None:
         """Note that the event has happened."""
@@ -95,74 +93,84 @@ class Job(Generic[_T]):
             Exception: any exception of the function, or of `check`.
         """
         ends = time.monotonic() + timeout_s
-
-        def revert(future: Future[_T]) -> None:
-            if undo is not None and future.exception() is None:
-                undo(future.result())
-
-        def wait() -> None:
-            longest_s = math.inf if check is None else CHECK_S
+        longest_s = math.inf if check is None else CHECK_S
+        try:
             while not self.over.wait(max(0.0, min(longest_s, ends - time.monotonic()))):
                 if time.monotonic() >= ends:
                     raise TimeoutError(f"no answer within {timeout_s:g} s")
                 if check is not None:
                     check()
-
-        try:
-            wait()
         except BaseException as error:
-            self.future.add_done_callback(revert)
-            if undo is not None and not isinstance(error, Exception):
-                with contextlib.suppress(Exception):
-                    wait()
+            if undo is not None:
+                self.future.add_done_callback(lambda future: future.exception() or undo(future.result()))
+                if not isinstance(error, Exception):
+                    self.over.wait(max(0.0, ends - time.monotonic()))
             raise
         return self.future.result()
 
 
-# The name of the thread for so long, the function, and the event after it.
-_Work = tuple[str, Callable[[], None], OneTimeEvent]
-_idle: collections.deque[queue.SimpleQueue[_Work]] = collections.deque()
-os.register_at_fork(after_in_child=_idle.clear)
+class _Pool:
+    """The work for any thread, and a token for each thread that waits for some. A signal handler may use both."""
+
+    def __init__(self) -> None:
+        self.work: queue.SimpleQueue[tuple[str, Job[Any], Callable[..., Any], Sequence[Any]]] = queue.SimpleQueue()
+        self.idle: queue.SimpleQueue[None] = queue.SimpleQueue()
 
 
-def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO) -> Job[_T]:
+_pool = _Pool()
+os.register_at_fork(after_in_child=_pool.__init__)  # type: ignore[misc]  # a fork has no threads at first
+
+
+def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO, when_idle: bool = False) -> Job[_T]:
     """Call a function on a thread that never starts a Ray and does not keep the process alive.
 
     Args:
         function: the function.
         args: its arguments.
         name: the name of the thread until it returns.
+        when_idle: wait until a thread has nothing to do, and start none: the garbage collector may request that at any
+            moment. The function calls `claim_thread` before anything that takes time.
 
     Returns:
         The job, of which `future` will have what the function returns.
     """
     job: Job[_T] = Job(time.monotonic())
-    call = functools.partial(_call, job.future, function, *args)
-    try:
-        work = _idle.pop()
-    except IndexError:
-        work = queue.SimpleQueue()
-        try:
-            threading.Thread(target=_serve, args=(work,), name=IO, daemon=True).start()
-        except RuntimeError:  # the interpreter is ending, and starts no threads any more
-            call()
-            job.over.set()
-            return job
-    work.put((name, call, job.over))
+    if when_idle or claim_thread():
+        _pool.work.put((name, job, function, args))
+    else:
+        _call(job.future, function, *args)
+        job.over.set()
     return job
 
 
-def _serve(work: "queue.SimpleQueue[_Work]") -> None:
+def claim_thread(*, is_needed: bool = True) -> bool:
+    """Have a thread wait for the next function; return whether there is one. Else the interpreter is ending.
+
+    If it is not needed yet, another function may use it before.
+    """
+    try:
+        _pool.idle.get_nowait()
+    except queue.Empty:
+        try:
+            threading.Thread(target=_serve, name=IO, daemon=True).start()
+        except RuntimeError:
+            return False
+    if not is_needed:
+        _pool.idle.put(None)
+    return True
+
+
+def _serve() -> None:
     never_connect()
     me = threading.current_thread()
     is_kept = True
     while is_kept:
-        me.name, call, over = work.get()
-        call()
-        me.name = IO
-        del call
-        if is_kept := len(_idle) < IDLE_KEPT:
-            _idle.append(work)
+        me.name, job, function, args = _pool.work.get()
+        _call(job.future, function, *args)
+        me.name, over = IO, job.over
+        del job, function, args
+        if is_kept := _pool.idle.qsize() < IDLE_KEPT:
+            _pool.idle.put(None)
         over.set()
 
 
@@ -185,7 +193,7 @@ def run_each(function: Callable[[_Item], _T], items: Sequence[_Item], at_once: i
         The future of each result. A call that has not begun can be cancelled.
     """
     futures: list[Future[_T]] = [Future() for _ in items]
-    calls = [(one, contextvars.copy_context(), item) for one, item in zip(futures, items, strict=True)]
+    calls = [(future, contextvars.copy_context(), item) for future, item in zip(futures, items, strict=True)]
     left = iter(calls)  # `next` of a list's iterator is atomic
 
     def serve() -> None:

@@ -103,21 +103,28 @@ def ask_head(
     # Ray connects to a cluster on the main thread only.
     if timeout_s is None or not ray.is_initialized():
         return function(*args)
-    began = now = time.monotonic()
+    here, began = connection(), time.monotonic()
+    ends = began + timeout_s
+
+    @functools.wraps(function)
+    def send() -> _T:
+        if connection() != here:
+            raise PlacementError("Ray was shut down before a request was sent to its head. Connect to it again.")
+        return function(*args)
+
     try:
-        if (late := _late.get(request)) is not None and late[0] is connection() and not late[1].over.is_set():
+        on, late = _late.get(request, (None, None))
+        if late is not None and on is here and not late.over.is_set():
             # One caller waits for as long as another one: the head has been silent since the first of them asked.
-            began = late[1].began
-            if not late[1].over.wait(max(0.0, began + timeout_s - now)):
+            began = late.began
+            if not late.over.wait(max(0.0, began + timeout_s - time.monotonic())):
                 raise TimeoutError
-            timeout_s -= time.monotonic() - now
-        here = connection()
-        job = run_in_thread(_only_on(here, function), *args)
+        job = run_in_thread(send)
         try:
-            return job.result(max(0.0, timeout_s), undo)
+            return job.result(max(0.0, ends - time.monotonic()), undo)
         except BaseException:
             if not job.over.is_set():
-                for other in [name for name, (_, late) in [*_late.items()] if late.over.is_set()]:
+                for other in [name for name, (_, other) in [*_late.items()] if other.over.is_set()]:
                     _late.pop(other, None)
                 _late[request] = here, job
             raise
@@ -129,18 +136,6 @@ def ask_head(
             "process (gcs_server) may be stopped, overloaded or unreachable: look at the head node and the network to "
             "it, and try again."
         ) from error
-
-
-def _only_on(here: object | None, function: Callable[..., _T]) -> Callable[..., _T]:
-    """Return the function, which fails if another thread has shut Ray down before the request is sent."""
-
-    @functools.wraps(function)
-    def call(*args: Any) -> _T:
-        if connection() != here:
-            raise PlacementError("Ray was shut down before a request was sent to its head. Connect to it again.")
-        return function(*args)
-
-    return call
 
 
 def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float = 0.1) -> bool:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures processes and memory inside a node agent's process.
+"""Measures processes and memory on a node.
 
-Shipped by value, as `agent_process`: this module imports no sibling. psutil is installed wherever Ray is, because Ray
+Shipped by value: this module imports no sibling. psutil is installed wherever Ray is, because Ray
 brings its own and does not start without it.
 """
 
 import itertools
+import sys
 import threading
 import time
+import types
 from typing import Any
 
 # A healthy driver answers within milliseconds; the first time, without persistence mode, within a few seconds.
@@ -24,6 +26,14 @@ class Gpus:
     thread of its own. Figures that do not arrive in time are unknown (None), and later requests return None at once
     until the driver has answered the call that is under way.
     """
+
+    @classmethod
+    def shared(cls) -> "Gpus":
+        """Return the one of this process, so that a wedged driver blocks one thread of it."""
+        # Not in this module, whose copies by value must not have it.
+        shared: Any = sys.modules.setdefault("_fairlead_gpus", types.ModuleType("_fairlead_gpus"))
+        gpus: Gpus = shared.__dict__.setdefault("gpus", cls())
+        return gpus
 
     def __init__(self) -> None:
         # None until the driver has been asked for the first time.
@@ -78,13 +88,12 @@ class Gpus:
             return None  # a GPU that has fallen off the bus must not end the sampling of the rest
 
 
-def measure(
-    pids: list[int], on_gpus: dict[int, int] | None, last: dict[Any, tuple[float, float]]
-) -> list[tuple[int, float, int, int, int | None]]:
-    """Return (pid, CPU percent, resident bytes, threads, GPU bytes or None) of each process that is alive.
+def measure(pids: list[int]) -> tuple[list[tuple[int, float, float, float, int, int]], dict[int, int] | None]:
+    """Measure the processes that are alive.
 
-    `last` keeps the CPU seconds of each process, and when they were read, from one request to the next. A pid that is
-    used again is another process for psutil.
+    Returns:
+        (pid, when it started, its CPU seconds, when they were read, resident bytes, threads) of each process, and the
+        bytes of GPU memory by pid, or None.
     """
     import psutil
 
@@ -98,17 +107,23 @@ def measure(
                 # The clock is read next to the CPU time: on a busy node this thread may stand still in between.
                 cpu, now = process.cpu_times(), time.time()
                 memory, threads = process.memory_info().rss, process.num_threads()
+                rows.append((pid, process.create_time(), cpu.user + cpu.system, now, memory, threads))
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-        seconds = cpu.user + cpu.system
-        # At first, since the process started.
-        before, since = last.get(process, (0.0, process.create_time()))
-        last[process] = seconds, now
-        percent = 100 * max(0.0, seconds - before) / max(now - since, 1e-3)
-        rows.append((pid, percent, memory, threads, None if on_gpus is None else on_gpus.get(pid, 0)))
-    for process in [one for one in [*last] if not one.is_running()]:
-        last.pop(process, None)
-    return rows
+    return rows, Gpus.shared().by_process()
+
+
+def read_memory(gpus: Gpus) -> tuple[int, int, list[tuple[int, int]] | None]:
+    """Return the total and the available bytes of the node's memory, and (total, used) of each GPU."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available, gpus.memory()
+
+
+def take_sample() -> tuple[Any, ...]:
+    """Return a single sample of the node's memory, as a row of `Peaks`, and the time."""
+    return (*Peaks().add(*read_memory(Gpus.shared())), time.time())
 
 
 class Peaks:

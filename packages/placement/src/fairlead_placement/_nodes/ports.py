@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases ports of nodes, which their agents hold."""
+"""Leases ports of nodes, which the agents of this process hold."""
 
 import contextlib
+import logging
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import ray
 
 from .._model import group_pairs
 from .._slot import Slot
-from ..exceptions import PlacementError, PortUnavailableError
-from .agent import ANSWER_S, ask_living, ask_nodes, this_process
+from ..exceptions import PortUnavailableError
+from .agent import ANSWER_S, OnLoss, ask_agents, release
 from .head import choose_alive
+
+logger = logging.getLogger(__name__)
 
 # Below the ephemeral range of every operating system, above the ports reserved for root.
 PORT_LOW = 1400
@@ -23,8 +27,9 @@ PORT_HIGH = 1999
 class PortLease(contextlib.AbstractContextManager["PortLease"]):
     """A port held on a node until it is released, or the process that leased it ends.
 
-    The node's agent binds it on IPv4 and IPv6, so no other lease and no plain `bind` can use it on either. A server
-    that sets SO_REUSEADDR, as torch's TCPStore and gRPC do, can listen on it while it is held.
+    Only that process can release it. The node's agent binds it on IPv4 and IPv6, so no other lease and no plain `bind`
+    can use it on either. A server that sets SO_REUSEADDR, as torch's TCPStore and gRPC do, can listen on it while it is
+    held.
 
     Attributes:
         address: of the node, IPv4 or IPv6, without brackets.
@@ -49,16 +54,22 @@ class PortLease(contextlib.AbstractContextManager["PortLease"]):
         """The address and the port as in URLs and gRPC, with brackets around an IPv6 address."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
-    def release(self) -> None:
-        """Release the port. Can be repeated; does nothing if Ray has ended or the node is gone."""
-        release_ports([self])
+    def release(self, *, timeout_s: float = ANSWER_S) -> None:
+        """Release the port, as `release_ports` does."""
+        release_ports([self], timeout_s=timeout_s)
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
 
 def lease_ports(
-    slots: Sequence[Slot], *, count: int = 1, low: int = PORT_LOW, high: int = PORT_HIGH
+    slots: Sequence[Slot],
+    *,
+    count: int = 1,
+    low: int = PORT_LOW,
+    high: int = PORT_HIGH,
+    timeout_s: float = ANSWER_S,
+    on_loss: Callable[[Sequence[PortLease], str], object] | None = None,
 ) -> tuple[tuple[PortLease, ...], ...]:
     """Lease `count` ports on the node of each slot, with one request to each node, all at once.
 
@@ -67,6 +78,9 @@ def lease_ports(
         count: ports per slot.
         low: first port of the range.
         high: last port of the range, included.
+        timeout_s: seconds that all of it may take. An agent that has to start takes about one.
+        on_loss: called on a background thread if an agent dies, with the leases that are lost and why it died. The
+            default writes a warning to the log.
 
     Returns:
         For each slot, in order, its `count` leases.
@@ -74,30 +88,54 @@ def lease_ports(
     Raises:
         ValueError: a count below 1, or a range that is empty or outside 1..65535.
         PortUnavailableError: a node has too few free ports; nothing stays leased.
+        PlacementTimeoutError: an agent did not answer in time; nothing stays leased.
     """
     check_range(low, high)
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
+    deadline = time.monotonic() + timeout_s
     wanted = [[PortLease(slot.node_ip, 0, slot.node_id, uuid.uuid4().hex) for _ in range(count)] for slot in slots]
     on_node = group_pairs((lease.node_id, lease) for leases in wanted for lease in leases)
     ids = {node_id: [lease.lease_id for lease in leases] for node_id, leases in on_node.items()}
-    port: dict[str, int] = {}
+    leased: dict[str, PortLease] = {}
     try:
-        requests = {node_id: (there, low, high, this_process()) for node_id, there in ids.items()}
-        for node_id, answer in ask_nodes("lease", requests, ANSWER_S).items():
+        requests = {node_id: (its, low, high) for node_id, its in ids.items()}
+        reported = _report(leased, on_loss or _warn)
+        for node_id, answer in ask_agents("lease", requests, ids, timeout_s=timeout_s, on_loss=reported).items():
             if isinstance(answer, Exception):
                 raise answer
-            ports, leased, in_use = answer
+            ports, held, in_use = answer
             if not ports:
                 address = on_node[node_id][0].address
-                raise PortUnavailableError(address, len(ids[node_id]), low, high, leased, in_use)
-            port.update(zip(ids[node_id], ports, strict=True))
+                raise PortUnavailableError(address, len(ids[node_id]), low, high, held, in_use)
+            for lease, port in zip(on_node[node_id], ports, strict=True):
+                leased[lease.lease_id] = replace(lease, port=port)
     except BaseException:
-        # A lease whose answer never arrives is released too. If that fails too, the first error is raised.
-        with contextlib.suppress(PlacementError):
-            release_ports([lease for leases in wanted for lease in leases])
+        # A lease whose answer never arrives is released too.
+        release(ids, timeout_s=max(0.0, deadline - time.monotonic()))
         raise
-    return tuple(tuple(replace(lease, port=port[lease.lease_id]) for lease in leases) for leases in wanted)
+    return tuple(tuple(leased[lease.lease_id] for lease in leases) for leases in wanted)
+
+
+def _report(leased: dict[str, PortLease], on_loss: Callable[[Sequence[PortLease], str], object]) -> OnLoss:
+    def report(node_id: str, lease_ids: Sequence[str], why: str) -> None:
+        on_loss([leased[lease_id] for lease_id in lease_ids if lease_id in leased], why)
+
+    return report
+
+
+def _warn(lost: Sequence[PortLease], why: str) -> None:
+    logger.warning("%s", describe_lost(lost, why))
+
+
+def describe_lost(lost: Sequence[PortLease], why: str) -> str:
+    """Return the text for leases that are lost with the agent of their node."""
+    ports = ", ".join(str(lease.port) for lease in lost)
+    return (
+        f"The leases of port(s) {ports} on node {lost[0].node_id[:8]} ({lost[0].address}) are lost, because the node's "
+        f"agent has died: {why}. A server that listens there is not affected, but others can take the ports now. Lease "
+        "others for what is still to start."
+    )
 
 
 def check_range(low: int, high: int) -> None:
@@ -108,7 +146,7 @@ def check_range(low: int, high: int) -> None:
 def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -> None:
     """Release ports, with one request to each node, all at once.
 
-    Can be repeated; does nothing if Ray has ended or the node is gone.
+    Can be repeated; does nothing if Ray has ended, the node is gone, or another process has leased them.
 
     Args:
         leases: the leases.
@@ -116,10 +154,12 @@ def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -
 
     Raises:
         PlacementError: an agent did not answer, although its node is alive. The ports of the other nodes are released,
-            and those of this node will be if the agent answers later.
+            and those of this node will be as soon as the agent has answered or ended.
     """
     per_node = group_pairs((lease.node_id, lease.lease_id) for lease in leases)
     if not per_node or not ray.is_initialized():
-        return  # the agents ended with the job, and their sockets with them
+        return  # the agents ended with the connection, and their sockets with them
+    late = release(per_node, timeout_s=timeout_s)
     # A node that has gone holds no sockets.
-    ask_living("release", {node_id: (per_node[node_id],) for node_id in choose_alive(per_node)}, timeout_s)
+    for node_id in choose_alive(late) if late else ():
+        raise late[node_id]

@@ -1,7 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of measurements on a node."""
+"""Measures processes and memory on nodes."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from . import meters
+from .agent import ANSWER_S, ask_agents, release
+from .functions import run_on_nodes
+from .head import alive_nodes, choose_alive, head_deadline
+
+ray.cloudpickle.register_pickle_by_value(meters)
+# The CPU seconds of processes and when they were read, by node, pid and start. The oldest go first.
+_measured: dict[tuple[str, int, float], tuple[float, float]] = {}
+MEASURED_KEPT = 10_000
 
 
 @dataclass(frozen=True)
@@ -10,7 +24,7 @@ class ProcessUsage:
 
     Attributes:
         pid: its number on the node.
-        cpu_percent: CPU time since the agent last measured it, else since it started, in percent of one CPU.
+        cpu_percent: CPU time since this process last measured it, else since it started, in percent of one CPU.
         rss_bytes: its resident memory.
         num_threads: its threads.
         gpu_memory_bytes: its memory on all GPUs of the node; None without nvidia-ml-py or a GPU.
@@ -61,3 +75,73 @@ class NodeUsage:
     gpu_memory: tuple[GpuMemory, ...] | None
     samples: int
     sampled_at: float
+
+
+def usage_on_nodes(
+    pids: Mapping[str, Sequence[int]], *, timeout_s: float = 60.0
+) -> dict[str, list[ProcessUsage] | Exception]:
+    """Measure processes on several nodes at once.
+
+    Args:
+        pids: the processes, by node id.
+        timeout_s: seconds that all of it may take.
+
+    Returns:
+        By node id, the usage in the order of `pids`, without processes that have ended; or the exception with which the
+        measurement failed.
+    """
+    requests = {node_id: ([*its],) for node_id, its in pids.items()}
+    usage: dict[str, list[ProcessUsage] | Exception] = {}
+    for node_id, answer in run_on_nodes(meters.measure, requests, timeout_s=timeout_s).items():
+        if isinstance(answer, Exception):
+            usage[node_id] = answer
+        else:
+            rows, on_gpus = answer
+            usage[node_id] = [_read_process(node_id, row, on_gpus) for row in rows]
+    return usage
+
+
+def _read_process(node_id: str, row: Sequence[Any], on_gpus: Mapping[int, int] | None) -> ProcessUsage:
+    pid, started, seconds, now, memory, threads = row
+    # A pid that is used again belongs to a process that started at another time.
+    process = node_id, pid, started
+    before, since = _measured.pop(process, (0.0, started))
+    _measured[process] = seconds, now
+    while len(_measured) > MEASURED_KEPT:
+        _measured.pop(next(iter(_measured)), None)
+    percent = 100 * max(0.0, seconds - before) / max(now - since, 1e-3)
+    return ProcessUsage(pid, percent, memory, threads, None if on_gpus is None else on_gpus.get(pid, 0))
+
+
+def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage, ...]:
+    """Return the memory of each node that is alive, in the order given.
+
+    Args:
+        node_ids: the nodes.
+        watcher: for whom their agents take a sample each second until `unwatch`; None for this single sample.
+
+    Raises:
+        PlacementError: a node that is alive did not answer.
+    """
+    with head_deadline():
+        alive = alive_nodes()
+    asked = [node_id for node_id in node_ids if node_id in alive]
+    if watcher is None:
+        answers: dict[str, Any] = run_on_nodes(meters.take_sample, dict.fromkeys(asked, ()), timeout_s=ANSWER_S)
+    else:
+        answers = ask_agents("memory", dict.fromkeys(asked, (watcher,)), dict.fromkeys(asked, (watcher,)))
+    failed = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception)}
+    for node_id in choose_alive(failed) if failed else ():
+        raise failed[node_id]
+    return tuple(_read_node(node_id, row) for node_id, row in answers.items() if node_id not in failed)
+
+
+def unwatch(node_ids: Iterable[str], watcher: str) -> None:
+    """Have no more samples taken for a watcher on some nodes. Can be repeated. A silent agent is left alone."""
+    release(dict.fromkeys(node_ids, (watcher,)), timeout_s=10.0)
+
+
+def _read_node(node_id: str, row: Sequence[Any]) -> NodeUsage:
+    total, used, available, peak, gpus, samples, sampled_at = row
+    on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
+    return NodeUsage(node_id, total, used, available, peak, on_gpus, samples, sampled_at)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which node each logical node goes to, from what is requested and what is there.
 
-Amounts are compared in ten-thousandths, the precision Ray keeps, so that 0.1 * 3 fits in 0.3. Nodes that have the same
-amounts are of one kind, and logical nodes of the same size are interchangeable. So the work grows with the number of
-nodes and with the number of sizes, not with their product with the logical nodes.
+Amounts are compared in ten-thousandths, the precision Ray keeps, so that 0.1 * 3 fits in 0.3. Logical nodes of the same
+shape are interchangeable. So the work grows with the number of nodes times that of shapes, not of logical nodes.
 """
 
-from bisect import bisect_left
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,43 +83,34 @@ class Shape:
     """
 
     unit: Amounts
-    selector: int
+    labels: Mapping[str, str]
     units: int  # of a logical node
     apart: bool  # whether no two units of a logical node share a node
-    fits: list[int]  # how many units a node of each kind holds
+    fits: list[int]  # how many units each node holds
 
 
 class Site:
     """The requests by shape, and the nodes by what they have for those: all of it if `idle`, else what is free."""
 
     def __init__(self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool) -> None:
-        self.asks = sorted(asks, key=lambda ask: ask.node_idx)
+        self.asks = sorted(asks, key=operator.attrgetter("node_idx"))
         self.nodes, self.own_nodes = nodes, own_nodes
         alike = list(group_pairs((ask.shape, ask) for ask in self.asks).values())
         held = [item for ask, *_ in alike for item in ask.bundle.items()]
         names = sorted({name for name, amount in held if round(amount * PRECISION)})
-        selectors = list({tuple(sorted(ask.labels.items())): ask.labels for ask, *_ in alike}.values())
-        numbers: dict[object, int] = {}
-        # What a node of each kind has, and which selectors it matches; and the kind of each node.
-        self.kinds: list[tuple[Amounts, tuple[bool, ...]]] = []
-        self.kind_of: list[int] = []
-        plain = (True,) * len(selectors) if not any(selectors) else None
-        for node in nodes:
-            has = node.total if idle else node.free
-            matched = plain or tuple([matches(selector, node.labels) for selector in selectors])
-            seen = (tuple(map(has.get, names)), matched)
-            number = numbers.setdefault(seen, len(numbers))
-            if number == len(self.kinds):
-                self.kinds.append((tuple(round((amount or 0) * PRECISION) for amount in seen[0]), matched))
-            self.kind_of.append(number)
+        amounts = [node.total if idle else node.free for node in nodes]
+        self.room: list[Amounts] = [tuple([round(has.get(n, 0) * PRECISION) for n in names]) for has in amounts]
         self.shape_of: dict[int, Shape] = {}
         for ask, *others in alike:
             is_whole = ask.strategy == "STRICT_PACK"
             unit = tuple(round(ask.bundle.get(n, 0) * PRECISION) * (ask.count if is_whole else 1) for n in names)
-            selector = selectors.index(ask.labels)
-            fits = [_count_units(amounts, unit) if matched[selector] else 0 for amounts, matched in self.kinds]
-            shape = Shape(unit, selector, 1 if is_whole else ask.count, ask.strategy == "STRICT_SPREAD", fits)
-            self.shape_of.update(dict.fromkeys((ask.node_idx, *(one.node_idx for one in others)), shape))
+            sizes = [(resource, n) for resource, n in enumerate(unit) if n]
+            known = {has: min((has[resource] // n for resource, n in sizes), default=0) for has in set(self.room)}
+            fits = [known[has] for has in self.room]
+            if ask.labels:
+                fits = [n if matches(ask.labels, node.labels) else 0 for n, node in zip(fits, nodes, strict=True)]
+            shape = Shape(unit, ask.labels, 1 if is_whole else ask.count, ask.strategy == "STRICT_SPREAD", fits)
+            self.shape_of.update(dict.fromkeys((ask.node_idx, *(other.node_idx for other in others)), shape))
 
     def make_plan(self, segment_size: int | None) -> dict[int, tuple[str, ...]] | None:
         """Return the node ids of each logical node; nothing if Ray chooses them; None if no plan is found."""
@@ -128,26 +118,30 @@ class Site:
         if any(ask.strategy != "STRICT_PACK" for ask in self.asks):
             return None if self._lacks_room(self._count(self.asks), everywhere) else {}
         if segment_size is not None:
-            found = self._place_in_segments(segment_size)
+            places = self._place_in_segments(segment_size)
         else:
-            found = self._place_apart(self.asks, everywhere)
-            if found is None and not self.own_nodes:
-                found = self._place_together()
-        if found is None:
+            places = self._place_in_order(self.asks, everywhere)
+            if places is None:
+                places = self._place_tightest(self.asks, everywhere)
+            if places is None and not self.own_nodes:
+                places = self._place_together()
+        if places is None:
             return None
-        return {ask.node_idx: (self.nodes[found[ask.node_idx]].node_id,) * ask.count for ask in self.asks}
+        return {ask.node_idx: (self.nodes[places[ask.node_idx]].node_id,) * ask.count for ask in self.asks}
 
     def is_impossible(self, segment_size: int | None) -> bool:
         """Return whether it is proven that there is no arrangement."""
         if segment_size is None:
             return self._lacks_room(self._count(self.asks), range(len(self.nodes)))
-        domains, blocks = self._domains(), self._blocks(segment_size)
-        inside = [at for positions in domains for at in positions]
-        room = sum(len(positions) // segment_size for positions in domains)
+        domains = self._domains()
+        inside = [position for positions in domains for position in positions]
         return (
-            room * segment_size < len(self.asks)
+            sum(len(positions) // segment_size for positions in domains) * segment_size < len(self.asks)
             or self._lacks_room(self._count(self.asks), inside)
-            or any(all(self._lacks_room(Counter(kind), positions) for positions in domains) for kind in blocks)
+            or any(
+                all(self._lacks_room(self._count(block), positions) for positions in domains)
+                for _, block in self._blocks(segment_size)
+            )
         )
 
     def _count(self, asks: Sequence[Ask]) -> Counter[Shape]:
@@ -155,135 +149,121 @@ class Site:
 
     def _lacks_room(self, counts: Mapping[Shape, int], positions: Sequence[int]) -> bool:
         """Return whether totals, or the units that are as large as those of a shape, prove that the nodes lack room."""
-        nodes = Counter(self.kind_of[at] for at in positions)
         for shape in counts:
-            larger = [one for one in counts if one.selector == shape.selector and _covers(one.unit, shape.unit)]
-            needed = sum(one.units * counts[one] for one in larger)
-            most = sum(counts[one] for one in larger) if shape.apart else needed
+            larger = [
+                other
+                for other in counts
+                if other.labels == shape.labels and all(map(operator.ge, other.unit, shape.unit))
+            ]
+            needed = sum(other.units * counts[other] for other in larger)
+            most = sum(counts[other] for other in larger) if shape.apart else needed
             if self.own_nodes and shape.units == 1:
                 most = 1
-            if needed > sum(min(shape.fits[kind], most) * n for kind, n in nodes.items()):
+            if needed > sum(min(shape.fits[position], most) for position in positions):
                 return True
+        units = [(shape.unit, shape.units * n) for shape, n in counts.items()]
+        room = [self.room[position] for position in positions]
         return any(
-            sum(shape.unit[r] * shape.units * n for shape, n in counts.items())
-            > sum(self.kinds[kind][0][r] * n for kind, n in nodes.items())
-            for r in range(len(next(iter(counts)).unit) if counts else 0)
+            sum(unit[resource] * n for unit, n in units) > sum(has[resource] for has in room)
+            for resource in range(len(units[0][0]) if units else 0)
         )
-
-    def _place_apart(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
-        """Place each logical node on a node of its own."""
-        asks = sorted(asks, key=lambda ask: ask.node_idx)
-        found = self._place_in_order(asks, positions)
-        if found is not None or len(asks) > len(positions):
-            return found
-        members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
-        found, unused = {}, dict.fromkeys(positions)
-        for shape in self._largest_first(members, positions):
-            # The tightest are those that the fewest shapes can use.
-            tightness = [(sum(one.fits[kind] > 0 for one in members), fits) for kind, fits in enumerate(shape.fits)]
-            usable = [at for at in unused if shape.fits[self.kind_of[at]]]
-            picked = sorted(usable, key=lambda at: (tightness[self.kind_of[at]], at))
-            if len(picked) < len(members[shape]):
-                return None
-            for number, at in zip(members[shape], sorted(picked[: len(members[shape])]), strict=True):
-                found[number] = at
-                del unused[at]
-        return found
 
     def _place_in_order(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
         """Place each logical node, in order, on the first node that no other one uses."""
-        found: Places = {}
+        places: Places = {}
         used: set[int] = set()
         # A node that is too small for a shape stays so, and a used node stays used. So each shape walks the nodes once.
         walks: dict[Shape, Iterator[int]] = {}
         for ask in asks:
             shape = self.shape_of[ask.node_idx]
-            walk = walks.setdefault(shape, iter(positions))
-            at = next((at for at in walk if shape.fits[self.kind_of[at]] and at not in used), None)
-            if at is None:
+            for position in walks.setdefault(shape, iter(positions)):
+                if shape.fits[position] and position not in used:
+                    used.add(position)
+                    places[ask.node_idx] = position
+                    break
+            else:
                 return None
-            used.add(at)
-            found[ask.node_idx] = at
-        return found
+        return places
+
+    def _place_tightest(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
+        """Place each logical node, the largest first, on the tightest node that no other one uses."""
+        if len(asks) > len(positions):
+            return None
+        members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
+        places: Places = {}
+        unused = dict.fromkeys(positions)
+        for shape in self._largest_first(members, positions):
+            usable = [position for position in unused if shape.fits[position]]
+            # The tightest are those that the fewest shapes can use.
+            keys = {
+                position: (sum(other.fits[position] > 0 for other in members), shape.fits[position], position)
+                for position in usable
+            }
+            picked = sorted(sorted(usable, key=keys.__getitem__)[: len(members[shape])])
+            if len(picked) < len(members[shape]):
+                return None
+            for number, position in zip(members[shape], picked, strict=True):
+                places[number] = position
+                del unused[position]
+        return places
 
     def _place_together(self) -> Places | None:
         """Place logical nodes on nodes that they share."""
         members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in self.asks)
-        room = [self.kinds[kind][0] for kind in self.kind_of]
-        found: Places = {}
+        places: Places = {}
+        room = list(self.room)
         for shape in self._largest_first(members, range(len(room))):
-            usable = [at for at, kind in enumerate(self.kind_of) if shape.fits[kind]]
-            fits = sorted((units, at) for at in usable if (units := _count_units(room[at], shape.unit)))
+            usable = [position for position in range(len(room)) if shape.fits[position]]
             picked: list[int] = []
-            for units, at in fits:
+            holds = [(min(has // n for has, n in zip(room[at], shape.unit, strict=True) if n), at) for at in usable]
+            for units, position in sorted(holds):
                 taken = min(units, len(members[shape]) - len(picked))
-                if not taken:
-                    break
-                picked += [at] * taken
-                room[at] = tuple([has - taken * n for has, n in zip(room[at], shape.unit, strict=True)])
+                picked += [position] * taken
+                room[position] = tuple([has - taken * n for has, n in zip(room[position], shape.unit, strict=True)])
             if len(picked) < len(members[shape]):
                 return None
-            found.update(zip(members[shape], sorted(picked), strict=True))
-        return found
+            places.update(zip(members[shape], sorted(picked), strict=True))
+        return places
 
     def _largest_first(self, shapes: Mapping[Shape, object], positions: Sequence[int]) -> list[Shape]:
         """Return the shapes that fit on the fewest nodes first, and of these the largest."""
-        nodes = Counter(self.kind_of[at] for at in positions)
 
         def size(shape: Shape) -> tuple[object, ...]:
-            usable = sum(n for kind, n in nodes.items() if shape.fits[kind])
-            return (usable, sum(shape.fits[kind] * n for kind, n in nodes.items()), [-n for n in shape.unit])
+            fits = [shape.fits[position] for position in positions if shape.fits[position]]
+            return (len(fits), sum(fits), [-n for n in shape.unit])
 
         return sorted(shapes, key=size)
 
     def _domains(self) -> list[list[int]]:
         """Return the nodes of each topology domain."""
-        places = ((node_place(node)[0], at) for at, node in enumerate(self.nodes))
-        return list(group_pairs((domain, at) for domain, at in places if domain).values())
+        places = ((node_place(node)[0], position) for position, node in enumerate(self.nodes))
+        return list(group_pairs((domain, position) for domain, position in places if domain).values())
 
-    def _blocks(self, segment_size: int) -> dict[tuple[Shape, ...], list[Sequence[Ask]]]:
-        """Return the requests in groups of this many, by their shapes. `check_segments` has checked the number."""
-        order = {shape: at for at, shape in enumerate(dict.fromkeys(self.shape_of.values()))}
+    def _blocks(self, segment_size: int) -> list[tuple[object, Sequence[Ask]]]:
+        """Return the requests in groups of this many with what they need, the largest first."""
+
+        def need(block: Sequence[Ask]) -> list[tuple[list[int], list[tuple[str, str]]]]:
+            shapes = [self.shape_of[ask.node_idx] for ask in block]
+            return sorted(([-n for n in shape.unit], sorted(shape.labels.items())) for shape in shapes)
+
         blocks = [self.asks[start : start + segment_size] for start in range(0, len(self.asks), segment_size)]
-        return group_pairs(
-            (tuple(sorted((self.shape_of[ask.node_idx] for ask in one), key=lambda shape: order[shape])), one)
-            for one in blocks
-        )
+        return sorted([(need(block), block) for block in blocks], key=operator.itemgetter(0))
 
     def _place_in_segments(self, segment_size: int) -> Places | None:
         """Place the requests in groups of this many, the largest first, each in the first domain that has room."""
-        domains = self._domains()
-        content: list[list[Ask]] = [[] for _ in domains]
-        blocks = self._blocks(segment_size)
-        for kind in sorted(blocks, key=lambda kind: sorted([-n for n in shape.unit] for shape in kind)):
-            left = blocks[kind]
-            for inside, positions in zip(content, domains, strict=True):
-                count = self._count_blocks(inside, left[: (len(positions) - len(inside)) // segment_size], positions)
-                inside.extend(ask for block in left[:count] for ask in block)
-                left = left[count:]
-            if left:
+        places: Places = {}
+        domains, first, before = self._domains(), 0, None
+        for need, block in self._blocks(segment_size):
+            # A domain that lacks room for a group stays so for all groups like it.
+            first, before = (first if need == before else 0), need
+            while first < len(domains):
+                inside = self._place_in_order(block, domains[first]) or self._place_tightest(block, domains[first])
+                if inside is not None:
+                    break
+                first += 1
+            else:
                 return None
-        found: Places = {}
-        for inside, positions in zip(content, domains, strict=True):
-            found.update(self._place_apart(inside, positions) or {})
-        return found
-
-    def _count_blocks(self, inside: Sequence[Ask], blocks: Sequence[Sequence[Ask]], positions: Sequence[int]) -> int:
-        """Return how many blocks have room beside the requests that are in a domain already."""
-
-        def lacks_room(count: int) -> bool:
-            return self._place_apart([*inside, *(ask for one in blocks[:count] for ask in one)], positions) is None
-
-        if not blocks or not lacks_room(len(blocks)):
-            return len(blocks)
-        return bisect_left(range(1, len(blocks)), True, key=lacks_room)
-
-
-def _covers(one: Amounts, other: Amounts) -> bool:
-    """Return whether amounts are at least as large as others, each."""
-    return all(a >= b for a, b in zip(one, other, strict=True))
-
-
-def _count_units(amounts: Amounts, unit: Amounts) -> int:
-    """Return how many units of these amounts fit into others."""
-    return min((a // n for a, n in zip(amounts, unit, strict=True) if n), default=0)
+            places |= inside
+            taken = set(inside.values())
+            domains[first] = [position for position in domains[first] if position not in taken]
+        return places

@@ -82,11 +82,11 @@ def select_segment_nodes(
     for nodes in domains.values():
         selected += nodes[: min(len(nodes) // segment_size * segment_size, num_nodes - len(selected))]
     if len(selected) < num_nodes:
-        found = ", ".join(f"{domain!r} has {len(nodes)}" for domain, nodes in domains.items()) or "there is none"
+        domain_sizes = ", ".join(f"{domain!r} has {len(nodes)}" for domain, nodes in domains.items()) or "there is none"
         outside = len(topology) - sum(map(len, domains.values()))
         raise ResourceInsufficientError(
             f"Cannot form {num_nodes // segment_size} segments of {segment_size} nodes, each from one topology domain, "
-            f"but only {len(selected) // segment_size}. Nodes per domain: {found}; {outside} have no domain. "
+            f"but only {len(selected) // segment_size}. Nodes per domain: {domain_sizes}; {outside} have no domain. "
             "Ask for fewer or smaller segments, or label more nodes (ray.io/gpu-domain)."
         )
     taken = set(selected)

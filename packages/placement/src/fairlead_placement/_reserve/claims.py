@@ -84,17 +84,17 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
                     f"{claim.holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the "
                     "logical node has been released (release_nodes). Take the present slots() of the cluster."
                 )
-            there = _held.get(slot.key, {})
-            if len(there) >= slot.capacity:
-                names = ", ".join(repr(other.holder) for other in there)
-                one = slot.capacity == 1
+            claims = _held.get(slot.key, {})
+            if len(claims) >= slot.capacity:
+                names = ", ".join(repr(other.holder) for other in claims)
+                is_single = slot.capacity == 1
                 # `enable_colocation` makes room for two groups. It changes nothing if there is room for more.
-                wider = "enable_colocation=True" if one else f"max_colocated_worker_groups={slot.capacity + 1}"
+                wider = "enable_colocation=True" if is_single else f"max_colocated_worker_groups={slot.capacity + 1}"
                 return ResourceInsufficientError(
                     f"{claim.holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the "
-                    f"bundle has room for {slot.capacity} worker group{'' if one else 's'}, and {names} "
-                    f"{'is' if one else 'are'} there. Shut {names if one else 'one of them'} down, or reserve the "
-                    f"cluster with {wider}."
+                    f"bundle has room for {slot.capacity} worker group{'' if is_single else 's'}, and {names} "
+                    f"{'is' if is_single else 'are'} there. Shut {names if is_single else 'one of them'} down, or "
+                    f"reserve the cluster with {wider}."
                 )
         for key in claim._keys:
             _held.setdefault(key, {})[claim] = None
@@ -119,5 +119,5 @@ def close_slots(slots: Sequence[Slot]) -> list[str]:
 def groups_on(slots: Sequence[Slot]) -> list[Any]:
     """Return the groups registered on any of the slots, in the order of their first claims."""
     with _lock:
-        there = {id(claim._group()) for slot in slots for claim in _held.get(slot.key, ())}
-        return [group for group in _groups.values() if id(group) in there]
+        present = {id(claim._group()) for slot in slots for claim in _held.get(slot.key, ())}
+        return [group for group in _groups.values() if id(group) in present]

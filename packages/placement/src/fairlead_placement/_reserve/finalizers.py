@@ -1,30 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases what an object holds when the program drops it without closing it.
+"""Releases what an object holds when the program drops the object without closing it.
 
-The garbage collector runs on any thread, at any moment, also while that thread holds locks. So its callback only puts
-the object's resources in a queue. A background thread releases them.
+The garbage collector runs on any thread, at any moment, also while that thread holds locks. So its callback only hands
+the object's resources to a background thread, which releases them.
 """
 
 import atexit
-import contextlib
+import collections
 import logging
 import os
-import queue
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
-from .._ray_private import block_shutdown, connection, never_connect
+from .._nodes.background import claim_thread, run_in_thread
+from .._nodes.head import wait_until
+from .._ray_private import block_shutdown, connection
 
 logger = logging.getLogger(__name__)
 # How long the exit of the interpreter waits for a release that is under way.
 EXIT_S = 2.0
-# What returns the warning, and what releases.
-_Dropped = tuple[Callable[[], str], Callable[[], object]]
-# Python guarantees only for this class that a callback of the garbage collector may call `put` at any moment.
-_queue: queue.SimpleQueue[_Dropped | threading.Event] = queue.SimpleQueue()
-_threads: dict[int, threading.Thread] = {}  # by process: a fork has none at first
+# The functions of what has been dropped and is not returned yet, in the order of the drops.
+_dropped: collections.deque[list[Callable[[], Any]]] = collections.deque()
+_turn = threading.Lock()  # only the thread that has it returns something
 _closed = threading.Event()
 
 
@@ -40,42 +41,37 @@ def release_when_dropped(owner: object, leak: Callable[[], str], release: Callab
         release: releases what is held, and may take its time. It is called in either case, also if the program has
             called it already.
     """
-    _start()  # which the callback must not do
-    weakref.finalize(owner, _queue.put, (leak, release)).atexit = False
+    claim_thread(is_needed=False)  # which the callback must not do
+    weakref.finalize(owner, _drop, [leak, release]).atexit = False
 
 
 def wait_for_dropped(timeout_s: float) -> bool:
     """Wait until everything that has been dropped so far is returned, and return whether that was in time."""
-    if threading.current_thread() is _threads.get(os.getpid()):
+    if not (last := [*_dropped]):
         return True
-    returned = threading.Event()
-    _queue.put(returned)
-    _start()
-    return _closed.is_set() or returned.wait(timeout_s)
+    claim_thread(is_needed=False)  # a fork has none
+    return wait_until(lambda: _closed.is_set() or not last[-1], time.monotonic() + timeout_s)
 
 
-def _start() -> None:
-    if os.getpid() not in _threads:
-        thread = threading.Thread(target=_serve, name="fairlead-finalizers", daemon=True)
-        if _threads.setdefault(os.getpid(), thread) is thread:
-            with contextlib.suppress(RuntimeError):  # the interpreter is ending
-                thread.start()
+def _drop(functions: list[Callable[[], Any]]) -> None:
+    _dropped.append(functions)
+    run_in_thread(_return_dropped, name="fairlead-finalizers", when_idle=True)
 
 
-def _serve() -> None:
-    never_connect()
-    while True:
-        # A list, so that the resources are freed here and not with a frame.
-        one = [_queue.get()]
-        if isinstance(one[0], threading.Event):
-            one[0].set()
-        elif not _closed.is_set():
-            _return(*one[0])
-        with block_shutdown():
-            one.clear()
+def _return_dropped() -> None:
+    """Return what has been dropped, one object after the other, unless another thread is about to."""
+    claim_thread()
+    while _dropped and not _closed.is_set() and _turn.acquire(blocking=False):
+        try:
+            if _dropped:
+                _release(*_dropped[0])
+                with block_shutdown():
+                    _dropped.popleft().clear()  # so that the resources are freed here
+        finally:
+            _turn.release()
 
 
-def _return(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
+def _release(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
     ray_before = connection()
     try:
         try:
@@ -83,19 +79,18 @@ def _return(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
                 warnings.warn(message, ResourceWarning, stacklevel=2)
         finally:  # also where warnings are errors
             give_back()
-    except BaseException as error:  # noqa: BLE001  whatever a release raises: the thread has to serve the others
+    except BaseException as error:  # noqa: BLE001  whatever a release raises: nobody waits for it
         if connection() is ray_before and not _closed.is_set():
             logger.warning("Returning what a dropped object held failed: %s: %s", type(error).__name__, error)
 
 
 def _stop() -> None:
-    """Release nothing more, and wait a moment for a release that is under way."""
+    """Release nothing more, and wait a moment for the releases that are under way."""
     _closed.set()
-    if os.getpid() in _threads:
-        returned = threading.Event()
-        _queue.put(returned)
-        returned.wait(EXIT_S)
+    wait_until(lambda: not _turn.locked(), time.monotonic() + EXIT_S)
 
 
+# A fork holds nothing of what its parent has dropped.
+os.register_at_fork(after_in_child=_dropped.clear)
 # After Ray's own hook, so that it runs before it.
 atexit.register(_stop)

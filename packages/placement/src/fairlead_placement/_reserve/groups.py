@@ -2,6 +2,7 @@
 """Creates the placement groups of a request, waits for them, and removes them."""
 
 import contextlib
+import functools
 import re
 import time
 import uuid
@@ -14,10 +15,10 @@ import ray
 from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from .._model import Ask, Request, Verdict
+from .._model import Request, Verdict
 from .._nodes.head import alive_nodes, ask_head, wait_until
 from .._ray_private import abandoned_groups, connection, free_per_node
-from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
+from ..exceptions import PlacementError, PlacementTimeoutError
 
 # Ray has at least so many seconds to place groups for which the nodes have room: a raylet may be busy for some of them,
 # and Ray places one group after the other.
@@ -35,6 +36,8 @@ _NAME = re.compile(r".*-[0-9a-f]{8}")
 Pinned = tuple[str, Mapping[str, float]]
 # Raises if the program does not want what is being waited for any more.
 Check = Callable[[], object]
+# Returns whether no node will come for one of these groups, for which there is no room now.
+GiveUp = Callable[[AbstractSet[str]], bool]
 # The ids of groups that this process has created and not removed, and whether Ray has chosen their nodes.
 _mine: dict[str, bool] = {}
 
@@ -53,74 +56,63 @@ Placed = tuple[Reserved, ...]
 
 
 @dataclass(frozen=True)
-class Busy:
-    """A request has no room now. The error is "Waited 1.0 s", then `why`, then the advice to wait longer.
+class Refusal:
+    """A request has no room.
 
-    "{holders}" in `why` stands for whoever holds what the request needs.
+    If others hold what it needs, the error is "Waited 1.0 s", then `why`, in which "{holders}" stands for them, and
+    then the advice to wait longer. Otherwise it consists of `why` and `advice`.
     """
 
     why: str
-    error: type[PlacementTimeoutError | ResourceInsufficientError] = PlacementTimeoutError
+    advice: str = ""
+    verdict: Verdict = "taken"
+    of_gpus: bool = False  # whether others hold exactly the GPUs that were named
 
-
-@dataclass(frozen=True)
-class Impossible:
-    """The nodes cannot hold a request even when they are idle, or no arrangement was found ("not found").
-
-    The error consists of these sentences.
-    """
-
-    why: str
-    advice: str
-    verdict: Verdict = "impossible"
+    @property
+    def is_taken(self) -> bool:
+        """Whether the nodes could hold the request if nothing else ran there."""
+        return self.verdict == "taken"
 
 
 def allow() -> None:
     """Continue to wait."""
 
 
-def describe_groups(
-    request: Request, plan: Mapping[int, tuple[str, ...]]
-) -> list[tuple[tuple[Ask, ...], dict[str, Any]]]:
-    """Return the logical nodes and Ray's options of each group of a request. Without a plan, Ray chooses the nodes."""
-    asks = request.asks
-    described = []
-    for batch in [asks] if request.unified and asks else [(ask,) for ask in asks]:
-        options: dict[str, Any] = {
-            "name": f"{request.name or 'fairlead'}-{batch[0].node_idx}",
-            "bundles": [dict(ask.bundle) for ask in batch for _ in range(ask.count)],
-        }
-        if plan:
-            # When a node is lost, Ray then parks the group: it does not look for another node, nor spin its scheduler.
-            pins = [{"ray.io/node-id": node_id} for ask in batch for node_id in plan[ask.node_idx]]
-            options["bundle_label_selector"] = pins
-        else:
-            # Ray does not accept a space.
-            labels = [{key: text.replace(" ", "") for key, text in ask.labels.items()} for ask in batch]
-            options["strategy"] = batch[0].strategy
-            options["bundle_label_selector"] = [
-                own for ask, own in zip(batch, labels, strict=True) for _ in range(ask.count)
-            ]
-        described.append((batch, options))
-    return described
-
-
 def place(
-    request: Request, plan: Mapping[int, tuple[str, ...]], *, deadline: float, check: Check = allow
+    request: Request,
+    plan: Mapping[int, tuple[str, ...]],
+    *,
+    deadline: float,
+    check: Check = allow,
+    give_up: GiveUp | None = None,
 ) -> Placed | None:
     """Create the groups of a request. Return None, with nothing left behind, if Ray cannot place them.
 
     `plan` has the node ids of each logical node, and is empty if Ray chooses the nodes. The rest is as for
     `wait_placed`.
     """
-    described = describe_groups(request, plan)
-    placed = _place_all([options for _, options in described], deadline=deadline, check=check)
-    if placed is None:
+    described, numbers = [], []
+    for batch in [request.asks] if request.unified and request.asks else [(ask,) for ask in request.asks]:
+        # When a node is lost, Ray parks a pinned group: it does not look for another node, nor spin its scheduler.
+        options: dict[str, Any] = {} if plan else {"strategy": batch[0].strategy}
+        options["name"] = f"{request.name or 'fairlead'}-{batch[0].node_idx}"
+        options["bundles"] = [dict(ask.bundle) for ask in batch for _ in range(ask.count)]
+        options["bundle_label_selector"] = [
+            # Ray does not accept a space in a condition.
+            {"ray.io/node-id": plan[ask.node_idx][index]}
+            if plan
+            else {key: text.replace(" ", "") for key, text in ask.labels.items()}
+            for ask in batch
+            for index in range(ask.count)
+        ]
+        described.append(options)
+        numbers.append(tuple(ask.node_idx for ask in batch for _ in range(ask.count)))
+    placed = create_groups(described, deadline=deadline, check=check, give_up=give_up)
+    if None in placed.values():
+        remove(list(placed))
         return None
-    return tuple(
-        Reserved(group, tuple(ask.node_idx for ask in batch for _ in range(ask.count)), node_ids, options["bundles"])
-        for (batch, options), (group, node_ids) in zip(described, placed, strict=True)
-    )
+    parts = zip(placed.items(), numbers, described, strict=True)
+    return tuple(Reserved(group, number, nodes or (), options["bundles"]) for (group, nodes), number, options in parts)
 
 
 def place_pinned(wanted: Mapping[str, Sequence[Pinned]], *, deadline: float = 0.0) -> tuple[PlacementGroup, ...] | None:
@@ -136,23 +128,11 @@ def place_pinned(wanted: Mapping[str, Sequence[Pinned]], *, deadline: float = 0.
     Returns:
         The groups in this order, all placed; None, with nothing left behind, if Ray cannot place them.
     """
-    placed = _place_all([pin_bundles(*one) for one in wanted.items()], deadline=deadline)
-    return None if placed is None else tuple(group for group, _ in placed)
-
-
-def _place_all(
-    described: Sequence[Mapping[str, Any]], *, deadline: float, check: Check = allow
-) -> list[tuple[PlacementGroup, tuple[str, ...]]] | None:
-    """Create groups from Ray's options; return them with their nodes, or remove all if Ray does not place each."""
-    made: list[PlacementGroup] = []
-    found: list[tuple[PlacementGroup, tuple[str, ...]]] = []
-    try:
-        placed = create_groups(described, made, deadline=deadline, check=check)
-        found = [(group, node_ids) for group, node_ids in zip(made, placed, strict=True) if node_ids is not None]
-    finally:
-        if len(found) < len(described):
-            remove(made)
-    return found if len(found) == len(described) else None
+    placed = create_groups([pin_bundles(name, bundles) for name, bundles in wanted.items()], deadline=deadline)
+    if None in placed.values():
+        remove(list(placed))
+        return None
+    return tuple(placed)
 
 
 def pin_bundles(name: str, bundles: Sequence[Pinned]) -> dict[str, Any]:
@@ -165,28 +145,29 @@ def pin_bundles(name: str, bundles: Sequence[Pinned]) -> dict[str, Any]:
 
 
 def create_groups(
-    described: Sequence[Mapping[str, Any]], made: list[PlacementGroup], *, deadline: float, check: Check = allow
-) -> list[tuple[str, ...] | None]:
-    """Create groups from Ray's options, and return what `wait_placed` does.
+    described: Sequence[Mapping[str, Any]], *, deadline: float, check: Check = allow, give_up: GiveUp | None = None
+) -> dict[PlacementGroup, tuple[str, ...] | None]:
+    """Create groups from Ray's options, and wait as `wait_placed` does; return the node ids of the bundles of each.
 
-    The caller removes those in `made`, which gets all of them.
+    None stands for the nodes of a group that Ray has not placed, which the caller removes. If this fails, also by an
+    interrupt, all groups are removed.
     """
+    made: list[PlacementGroup] = []
     try:
-        for options in described:
-            made.append(create_group(options))
-    finally:
-        # Also if it failed: Ray may never free the resources of a group that is removed while it is placed.
-        placed = wait_placed(made, deadline=deadline, check=check)
-    return placed
-
-
-def create_group(options: Mapping[str, Any]) -> PlacementGroup:
-    """Create a placement group from Ray's options, without waiting until it is placed."""
-    # Ray refuses a second group of one name.
-    name = options["name"] and f"{options['name']}-{uuid.uuid4().hex[:8]}"
-    group = ask_head("create placement groups", lambda: placement_group(**{**options, "name": name}), undo=_remove_late)
-    _mine[group.id.hex()] = "strategy" in options
-    return group
+        try:
+            for options in described:
+                # Ray refuses a second group of one name.
+                named = {**options, "name": options["name"] and f"{options['name']}-{uuid.uuid4().hex[:8]}"}
+                create = functools.partial(placement_group, **named)
+                made.append(ask_head("create placement groups", create, undo=_remove_late))
+                _mine[made[-1].id.hex()] = "strategy" in options
+        finally:
+            # Also if it failed: Ray may never free the resources of a group that is removed while it is placed.
+            placed = wait_placed(made, deadline=deadline, check=check, give_up=give_up)
+    except BaseException:
+        remove(made)
+        raise
+    return dict(zip(made, placed, strict=True))
 
 
 def _remove_late(group: PlacementGroup) -> None:
@@ -205,14 +186,15 @@ def _remove_late(group: PlacementGroup) -> None:
 
 
 def wait_placed(
-    groups: Sequence[PlacementGroup], *, deadline: float, check: Check = allow
+    groups: Sequence[PlacementGroup], *, deadline: float, check: Check = allow, give_up: GiveUp | None = None
 ) -> list[tuple[str, ...] | None]:
     """Wait until Ray has placed all groups, or has found no room for one of them.
 
     Args:
         groups: the groups.
-        deadline: when to stop waiting, by `time.monotonic`; Ray always has `PLACING_S`.
+        deadline: when to stop waiting, by `time.monotonic`; Ray always has `PLACING_S`, unless a group lacks room.
         check: is called during the wait, and raises if that should end.
+        give_up: for groups that may lack room until the deadline, as Ray places them on nodes that join: ends the wait.
 
     Returns:
         The node ids of the bundles of each group; None for one that Ray has not placed.
@@ -224,30 +206,22 @@ def wait_placed(
     lacking_since: float | None = None
     while pending:
         time.sleep(pause)
-        rows = look_up(pending)
-        placed |= {group_id: nodes_of(row) for group_id, row in rows.items() if row["state"] == "CREATED"}
+        rows = {row["placement_group_id"]: row for row in ask_head("look at placement groups", _rows, pending)}
+        for group_id, row in rows.items():
+            if row["state"] == "CREATED":
+                placed[group_id] = tuple(row["bundles_to_node_id"][at] for at in range(len(row["bundles"])))
         pending.difference_update(placed)
         now = time.monotonic()
-        is_lacking = any(
-            group_id not in rows or rows[group_id]["stats"]["scheduling_state"] not in _ON_ITS_WAY
-            for group_id in pending
-        )
-        lacking_since = (now if lacking_since is None else lacking_since) if is_lacking else None
-        if not pending or now >= last or (lacking_since is not None and now >= lacking_since + NO_ROOM_S):
+        if all(id_ in rows and rows[id_]["stats"]["scheduling_state"] in _ON_ITS_WAY for id_ in pending):
+            lacking_since = None
+        elif lacking_since is None:
+            lacking_since = now
+        ends = last if lacking_since is None else deadline if give_up else lacking_since + NO_ROOM_S
+        if not pending or now >= min(last, ends) or (give_up and give_up(pending)):
             break
         check()
         pause = min(1.5 * pause, 0.25)
     return [placed.get(group.id.hex()) for group in groups]
-
-
-def look_up(ids: AbstractSet[str]) -> dict[str, dict[str, Any]]:
-    """Return by id the rows of Ray's table for those of the groups that are not removed."""
-    return {row["placement_group_id"]: row for row in ask_head("look at placement groups", _rows, ids)}
-
-
-def nodes_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the node ids of the bundles of a group, by its row."""
-    return tuple(row["bundles_to_node_id"][at] for at in range(len(row["bundles"])))
 
 
 def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
@@ -267,11 +241,11 @@ def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
     return tuple(
         Reserved(
             group,
-            (at,) * group.bundle_count,
+            (number,) * group.bundle_count,
             tuple(row["bundles_to_node_id"][index] for index in range(group.bundle_count)),
             tuple(group.bundle_specs),
         )
-        for at, (group, row) in enumerate(zip(groups, rows, strict=True))
+        for number, (group, row) in enumerate(zip(groups, rows, strict=True))
     )
 
 

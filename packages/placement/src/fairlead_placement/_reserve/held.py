@@ -3,21 +3,22 @@
 
 import contextlib
 import functools
+import logging
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import ray
 from ray.util.placement_group import PlacementGroup
 
 from .._model import Ask, Node, Request, group_pairs
-from .._nodes.agent import dismiss_agents, read_usage, unwatch
 from .._nodes.head import alive_nodes, head_deadline
-from .._nodes.ports import PortLease, lease_ports, release_ports
+from .._nodes.ports import PortLease, describe_lost, lease_ports, release_ports
+from .._nodes.usage import read_usage, unwatch
 from .._plan.topology import node_place
 from .._ray_private import connection
 from .._slot import Slot
@@ -27,6 +28,7 @@ from .groups import is_moved_by_ray, read_placed, remove, remove_on_error
 from .slots import number_slots, slots_of
 from .wait import reserve
 
+logger = logging.getLogger(__name__)
 # Seconds in which Ray has to have the resources back.
 GIVE_BACK_S = 30.0
 
@@ -40,8 +42,6 @@ class Held:
     # The slots by numbers that stay the same when slots are added, replaced and released; views keep the numbers.
     places: Mapping[int, Slot]
     next_place: int
-    # The numbers of the placement groups that have replaced parts of others.
-    replacements: Mapping[ray.PlacementGroupID, int] = field(default_factory=dict)
     # One dictionary for the whole reservation. Any thread adds to it, by single operations.
     leases: dict[PortLease, None] = field(default_factory=dict)
     watcher: str | None = None  # for which the agents of the nodes sample memory
@@ -62,53 +62,43 @@ class Held:
         return self.on != connection()
 
     def groups_of(self, slots: Iterable[Slot]) -> list[PlacementGroup]:
-        """Return the placement groups of slots, in the order of the logical nodes, and of one node the oldest first."""
-        ordered = sorted(slots, key=lambda slot: (slot.node_idx, self.replacements.get(slot.placement_group.id, 0)))
+        """Return the placement groups of slots, in the order of the logical nodes."""
+        ordered = sorted(slots, key=lambda slot: slot.node_idx)
         return list({slot.placement_group.id: slot.placement_group for slot in ordered}.values())
 
 
+@dataclass(eq=False)
 class Holding:
-    """The request and the resources of a virtual cluster. The cluster's finalizer refers to it, and it not to that."""
+    """The request and the resources of a virtual cluster. The cluster's finalizer refers to it, and it not to that.
 
-    def __init__(self, request: Request, *, monitor_memory: bool = False) -> None:
-        self.request = request
-        self.monitor_memory = monitor_memory
-        self.held: Held | None = None
-        self.is_adopted = False  # whether others own what is held
-        # Only the thread that has it assigns these. Both locks are reentrant: a signal handler may shut the cluster
-        # down.
-        self._changing = threading.RLock()
-        self._changer = 0  # the thread that has it
-        self._shutdowns = 0  # whatever began before the latest of them ends without a result
-        # One extension waits for resources at a time, so that no two plan with the same nodes and the same numbers.
-        self._extending = threading.RLock()
+    One thread at a time changes them, and waits for resources meanwhile. Both are values that a change replaces.
+    """
+
+    request: Request
+    monitor_memory: bool = False
+    held: Held | None = None
+    is_adopted: bool = False  # whether others own what is held
+    # Reentrant: a signal handler may shut the cluster down.
+    _changing: Any = field(default_factory=threading.RLock)
+    _changer: int = 0  # the thread that has it
+    _shutdowns: int = 0  # whatever began before the latest of them ends without a result
 
     @contextlib.contextmanager
-    def _hold(
-        self, lock: threading.RLock, what: str, deadline: float, advice: str = ", or wait longer (timeout_s)"
-    ) -> Iterator[float]:
-        """Hold a lock, and yield the seconds left; raise if another thread, which does `what`, has it until then."""
-        began = time.monotonic()
-        if not lock.acquire(timeout=min(max(0.0, deadline - began), threading.TIMEOUT_MAX)):
+    def _change(self, timeout_s: float, advice: str = ", or wait longer (timeout_s)") -> Iterator[Callable[[], None]]:
+        """Be the one to change what is held; yield a function that raises if a shutdown has begun since."""
+        check, began = functools.partial(self._check, self._shutdowns), time.monotonic()
+        if not self._changing.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise PlacementTimeoutError(
-                f"Waited {deadline - began:.1f} s: another thread {what} the cluster {self.request.name!r}. Try again "
+                f"Waited {timeout_s:.1f} s: another thread still changes the cluster {self.request.name!r}. Try again "
                 f"when that has ended{advice}."
             )
+        outer, self._changer = self._changer, threading.get_ident()
         try:
-            yield max(0.0, deadline - time.monotonic())
+            with head_deadline(max(0.0, began + timeout_s - time.monotonic())):
+                yield check
         finally:
-            lock.release()
-
-    @contextlib.contextmanager
-    def _change(self, timeout_s: float) -> Iterator[Callable[[], None]]:
-        """Be the one to change what is held; yield a function that raises if a shutdown has begun since."""
-        shutdowns = self._shutdowns
-        with self._hold(self._changing, "changes", time.monotonic() + timeout_s), head_deadline(timeout_s):
-            outer, self._changer = self._changer, threading.get_ident()
-            try:
-                yield functools.partial(self._check, shutdowns)
-            finally:
-                self._changer = outer
+            self._changer = outer
+            self._changing.release()
 
     def _check(self, shutdowns: int) -> None:
         """Raise if a shutdown has begun since there were so many."""
@@ -117,6 +107,13 @@ class Holding:
                 f"The cluster {self.request.name!r} was shut down in the meantime. What was taken since is released: "
                 "reserve the cluster and try again."
             )
+
+    def _held_now(self, check: Callable[[], None]) -> Held:
+        """Return what is held; raise if a shutdown has begun."""
+        check()
+        if (held := self.held) is None:
+            raise PlacementError(f"The cluster {self.request.name!r} is not reserved. Reserve it first.")
+        return held
 
     def reserve(self, *, unified: bool) -> None:
         """Reserve, unless that has been done."""
@@ -142,7 +139,7 @@ class Holding:
         with head_deadline(timeout_s):
             placed = read_placed(groups, deadline=deadline)
             places = dict(enumerate(slots_of(placed, self.request.capacity, deadline=deadline)))
-        asks = [replace(ask, bundle=one.bundles[0]) for ask, one in zip(self.request.asks, placed, strict=True)]
+        asks = [replace(ask, bundle=held.bundles[0]) for ask, held in zip(self.request.asks, placed, strict=True)]
         self.request = replace(self.request, asks=tuple(asks))
         self.held = Held(on=connection(), at=time.time(), places=places, next_place=len(places))
         self.is_adopted = True
@@ -151,84 +148,156 @@ class Holding:
         self, counts: Sequence[int], model: Ask, *, timeout_s: float, wait_for_nodes_s: float
     ) -> tuple[int, ...]:
         """Reserve more logical nodes like `model`, add their slots at the end, and return their numbers."""
-        check, began = functools.partial(self._check, self._shutdowns), time.monotonic()
-        deadline = began + timeout_s
-        with self._hold(self._extending, "extends", deadline) as left_s:
-            check()
-            nodes_s = max(0.0, wait_for_nodes_s - (time.monotonic() - began))
+        began = time.monotonic()
+        with self._change(max(timeout_s, wait_for_nodes_s)) as check:
+            held, waited = self._held_now(check), time.monotonic() - began
             first = len(self.request.asks)
-            asks = tuple(replace(model, node_idx=first + at, count=count) for at, count in enumerate(counts))
+            asks = tuple(replace(model, node_idx=first + number, count=count) for number, count in enumerate(counts))
             part = replace(
-                self.request, asks=asks, timeout_s=left_s, wait_for_nodes_s=nodes_s, timeout_name="timeout_s"
+                self.request,
+                asks=asks,
+                timeout_s=max(0.0, timeout_s - waited),
+                wait_for_nodes_s=max(0.0, wait_for_nodes_s - waited),
+                timeout_name="timeout_s",
             )
-
-            def find_usable(nodes: Sequence[Node]) -> list[Node]:
-                # With these, every logical node is on a physical node of its own.
-                taken = set(self.held.node_ids) if self.held and (part.unified or part.segment_size) else set()
-                return [node for node in nodes if node.node_id not in taken]
-
-            with head_deadline(max(left_s, nodes_s)):
-                slots = reserve(part, find_usable, self._amounts, check)
-                with (
-                    remove_on_error(lambda: [slot.placement_group for slot in slots]),
-                    # A release of other nodes may take that long.
-                    self._hold(self._changing, "changes", max(deadline, time.monotonic() + GIVE_BACK_S)),
-                ):
-                    held = self._held_now(check)
-                    numbers = [*held.places, *range(held.next_place, held.next_place + len(slots))]
-                    places = dict(zip(numbers, number_slots((*held.slots, *slots)), strict=True))
-                    self.request = replace(self.request, asks=(*self.request.asks, *asks))
-                    self.held = replace(held, places=places, next_place=held.next_place + len(slots))
-                self._watch(held, self.held)
+            bundles = {ask.node_idx: ask.bundle for ask in self.request.asks}
+            amounts: dict[str, Counter[str]] = {}
+            for slot in held.slots:
+                amounts.setdefault(slot.node_id, Counter()).update(bundles[slot.node_idx])
+            slots = reserve(part, functools.partial(self._find_usable, held.slots, first), amounts, check)
+            with remove_on_error(lambda: [slot.placement_group for slot in slots]):
+                self._held_now(check)
+                numbers = [*held.places, *range(held.next_place, held.next_place + len(slots))]
+                places = dict(zip(numbers, number_slots((*held.slots, *slots)), strict=True))
+                self.request = replace(self.request, asks=(*self.request.asks, *asks))
+                self.held = replace(held, places=places, next_place=held.next_place + len(slots))
+            self._watch(held, self.held)
             return tuple(ask.node_idx for ask in asks)
-
-    def _held_now(self, check: Callable[[], None]) -> Held:
-        """Return what is held; raise if a shutdown has begun."""
-        check()
-        if (held := self.held) is None:
-            raise PlacementError(f"The cluster {self.request.name!r} is not reserved. Reserve it first.")
-        return held
-
-    def _amounts(self) -> dict[str, dict[str, float]]:
-        """Return the amounts of resources that the cluster holds, by node id."""
-        bundles = {ask.node_idx: ask.bundle for ask in self.request.asks}
-        amounts: dict[str, dict[str, float]] = {}
-        for slot in self.held.slots if self.held else ():
-            there = amounts.setdefault(slot.node_id, {})
-            # Another thread may just have released the logical node.
-            for name, amount in bundles.get(slot.node_idx, {}).items():
-                there[name] = there.get(name, 0.0) + amount
-        return amounts
 
     def release(self, wanted: AbstractSet[int]) -> bool:
         """Release logical nodes, and return whether Ray had their resources back in time."""
         deadline = time.monotonic() + GIVE_BACK_S
         with self._change(GIVE_BACK_S) as check:
-            mine = self.held
-            slots = mine.slots if mine else ()
-            there = {slot.node_idx for slot in slots}
-            if not wanted <= there:
-                raise IndexError(f"logical node(s) {sorted(wanted - there)} are not in use; these are: {sorted(there)}")
-            gone = [slot for slot in slots if slot.node_idx in wanted]
-            whole: list[tuple[object, int]] = [(slot.placement_group.id, slot.node_idx) for slot in slots]
-            if self.request.segment_size:
+            before, request = self._held_now(check), self.request
+            used = {slot.node_idx for slot in before.slots}
+            if not wanted <= used:
+                raise IndexError(f"logical node(s) {sorted(wanted - used)} are not in use; these are: {sorted(used)}")
+            whole: list[tuple[object, int]] = [(slot.placement_group.id, slot.node_idx) for slot in before.slots]
+            if request.segment_size:
                 whole += [(number, node_idx) for node_idx, number in self._segments().items()]
             for nodes in map(set, group_pairs(whole).values()):
                 if nodes & wanted and not nodes <= wanted:
-                    why = "one placement group" if self.request.unified else "one segment"
+                    why = "one placement group" if request.unified else "one segment"
                     raise ValueError(f"logical nodes {sorted(nodes)} are in {why}: release all of them or none")
-            if names := close_slots(gone):
+            if names := close_slots([slot for slot in before.slots if slot.node_idx in wanted]):
                 raise PlacementError(
-                    f"Logical node(s) {sorted(wanted)} of {self.request.name!r} cannot be released: worker group(s) "
+                    f"Logical node(s) {sorted(wanted)} of {request.name!r} cannot be released: worker group(s) "
                     f"{', '.join(map(repr, names))} use their slots. Shut them down first."
                 )
-            before, request = self._held_now(check), self.request
             asks = tuple(replace(ask, count=0) if ask.node_idx in wanted else ask for ask in request.asks)
-            gpu_ids = {at: gpus for at, gpus in request.gpu_ids.items() if at not in wanted}
+            gpu_ids = {node_idx: gpus for node_idx, gpus in request.gpu_ids.items() if node_idx not in wanted}
             self.request = replace(request, asks=asks, gpu_ids=gpu_ids)
-            kept = {place: slot for place, slot in before.places.items() if slot.node_idx not in wanted}
-            self.held = replace(before, places=dict(zip(kept, number_slots(kept.values()), strict=True)))
+            rest = {place: slot for place, slot in before.places.items() if slot.node_idx not in wanted}
+            self.held = replace(before, places=dict(zip(rest, number_slots(rest.values()), strict=True)))
             return self._return(before, self.held, deadline)
+
+    def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
+        """Reserve slots in place of those whose node is gone, and return the new ones."""
+        deadline = time.monotonic() + timeout_s
+        with self._change(timeout_s) as check:
+            alive, before = alive_nodes(), self._held_now(check)
+            lost = {place: slot for place, slot in before.places.items() if slot.node_id not in alive}
+            if not lost:
+                return ()
+            staying = [slot for slot in before.slots if slot.node_id in alive]
+            used = {slot.placement_group.id for slot in staying}
+            chosen = {place: slot for place, slot in lost.items() if is_moved_by_ray(slot.placement_group)}
+            moved = {place: slot for place, slot in chosen.items() if slot.placement_group.id in used}
+            gone = {place: slot for place, slot in lost.items() if place not in moved}
+            # Ray would look for nodes for these without a pause, and nothing of them is left.
+            remove(before.groups_of(slot for place, slot in chosen.items() if place not in moved))
+            new: list[Slot] = []
+            with remove_on_error(lambda: [slot.placement_group for slot in new]):
+                for asks, segment_size in self._batches(gone.values(), staying):
+                    left_s = max(0.0, deadline - time.monotonic())
+                    # A new node may be on its way: callers wait for one after a loss.
+                    part = replace(
+                        self.request,
+                        asks=asks,
+                        segment_size=segment_size,
+                        timeout_s=left_s,
+                        wait_for_nodes_s=left_s,
+                        unified=False,
+                        timeout_name="timeout_s",
+                    )
+                    usable = functools.partial(self._find_usable, [*staying, *new], asks[0].node_idx)
+                    new += reserve(part, usable, check=check)
+                places = {**replace_slots(before.places, gone, new), **self._find_moved(moved, deadline=deadline)}
+                self._held_now(check)
+                held = replace(before, places=dict(zip(places, number_slots(places.values()), strict=True)))
+                self.held = held
+            self._return(before, held, time.monotonic() + GIVE_BACK_S)  # groups that have lost all their bundles
+            return tuple(held.places[place] for place in lost)
+
+    def _segments(self) -> dict[int, int]:
+        """Return the number of each logical node's segment; without segments, each has its own."""
+        used = [ask.node_idx for ask in self.request.asks if ask.count]
+        return {node_idx: number // (self.request.segment_size or 1) for number, node_idx in enumerate(used)}
+
+    def _batches(self, lost: Iterable[Slot], staying: Sequence[Slot]) -> list[tuple[tuple[Ask, ...], int | None]]:
+        """Return the requests that replace slots, in those that are placed together, with their segment size.
+
+        These are single logical nodes, the most demanding first, and then segments that have lost all their nodes.
+        """
+        counts, segment, size = Counter(slot.node_idx for slot in lost), self._segments(), self.request.segment_size
+        left = {segment[slot.node_idx] for slot in staying}
+        asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.request.asks if ask.node_idx in counts]
+        single = [ask for ask in asks if size is None or segment[ask.node_idx] in left]
+        whole = group_pairs((segment[ask.node_idx], ask) for ask in asks if ask not in single).values()
+        return [
+            *(((ask,), None) for ask in sorted(single, key=lambda ask: -ask.count)),
+            *((tuple(batch), size) for batch in whole),
+        ]
+
+    def _find_usable(self, slots: Sequence[Slot], first: int, nodes: Sequence[Node]) -> list[Node]:
+        """Return the nodes that logical nodes, of which this is the first, can use beside some slots."""
+        is_apart, segment = self.request.unified or self.request.segment_size, self._segments()
+        # With these, every logical node is on a physical node of its own, and in the domain of its segment.
+        taken = {slot.node_id for slot in slots} if is_apart else set()
+        near = {slot.node_id for slot in slots if segment[slot.node_idx] == segment.get(first)} & taken
+        domains = {node_place(node)[0] for node in nodes if self.request.segment_size and node.node_id in near}
+        free = [node for node in nodes if node.node_id not in taken]
+        return [node for node in free if node_place(node)[0] in domains] if domains else free
+
+    def _find_moved(self, lost: Mapping[int, Slot], *, deadline: float) -> dict[int, Slot]:
+        """Return the slots of groups whose nodes Ray chooses, by place, once it has placed the lost bundles again."""
+        if not lost:
+            return {}
+        groups = list({slot.placement_group.id: slot.placement_group for slot in lost.values()}.values())
+        placed = read_placed(groups, deadline=deadline)
+        slots = {slot.key: slot for slot in slots_of(placed, self.request.capacity, deadline=deadline)}
+        return {place: replace(slots[slot.key], node_idx=slot.node_idx) for place, slot in lost.items()}
+
+    def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
+        """Lease a port on the node of each slot until everything is released."""
+        mine, check = self.held, functools.partial(self._check, self._shutdowns)
+        leases = [lease for (lease,) in lease_ports(slots, low=low, high=high, on_loss=self._note_lost)]
+        try:
+            # First added, then checked: a shutdown either sees them, or is seen.
+            if mine is not None:
+                mine.leases.update(dict.fromkeys(leases))
+            check()
+        except BaseException:
+            release_ports(leases)
+            raise
+        return leases
+
+    def _note_lost(self, leases: Sequence[PortLease], why: str) -> None:
+        """Say that the agent of a node has died with leases of this cluster."""
+        if (held := self.held) is not None:
+            for lease in leases:
+                held.leases.pop(lease, None)
+        logger.warning("Cluster %r: %s", self.request.name, describe_lost(leases, why))
 
     def _watch(self, before: Held, held: Held | None) -> None:
         """Have the memory of the present nodes sampled, instead of those that were held before."""
@@ -253,113 +322,13 @@ class Holding:
             # The groups need some of the time too.
             release_ports(leases, timeout_s=max(0.0, deadline - time.monotonic()) / 2)
         finally:
-            kept = {slot.placement_group.id for slot in slots}
-            groups = [group for group in self._own_groups(before) if group.id not in kept]
+            used = {slot.placement_group.id for slot in slots}
+            groups = [group for group in self._own_groups(before) if group.id not in used]
             returned = remove(groups, timeout_s=max(0.0, deadline - time.monotonic()))
-        dismiss_agents(set(before.node_ids) - staying)
         return returned
 
     def _own_groups(self, held: Held) -> list[PlacementGroup]:
         return [] if self.is_adopted else held.groups_of(held.slots)
-
-    def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
-        """Reserve slots in place of those whose node is gone, and return the new ones."""
-        deadline = time.monotonic() + timeout_s
-        with self._change(timeout_s) as check:
-            alive, places = alive_nodes(), self.held.places if self.held else {}
-            lost = [place for place, slot in places.items() if slot.node_id not in alive]
-            if not lost:
-                return ()
-            there = [slot for slot in places.values() if slot.node_id in alive]
-            used = {slot.placement_group.id for slot in there}
-            chosen = {place: places[place] for place in lost if is_moved_by_ray(places[place].placement_group)}
-            moved = {place: slot for place, slot in chosen.items() if slot.placement_group.id in used}
-            # Ray would look for nodes for these without a pause, and nothing of them is left.
-            gone = [slot for place, slot in chosen.items() if place not in moved]
-            remove(list({slot.placement_group.id: slot.placement_group for slot in gone}.values()))
-            new: list[Slot] = []
-            with remove_on_error(lambda: [slot.placement_group for slot in new]):
-                for batch, size in self._batches([places[place] for place in lost if place not in moved], there):
-                    left_s = max(0.0, deadline - time.monotonic())
-                    # A new node may be on its way: callers wait for one after a loss.
-                    part = replace(
-                        self.request,
-                        asks=batch,
-                        segment_size=size,
-                        timeout_s=left_s,
-                        wait_for_nodes_s=left_s,
-                        unified=False,
-                        timeout_name="timeout_s",
-                    )
-                    usable = functools.partial(self._find_usable, batch[0], [*there, *new])
-                    new += reserve(part, usable, check=check)
-                where = self._find_moved(moved.values(), deadline=deadline)
-                before = self._held_now(check)
-                made = dict.fromkeys((slot.placement_group.id for slot in new), len(before.replacements) + 1)
-                present = {**before.places, **{place: where[slot.key] for place, slot in moved.items()}}
-                present = replace_slots(present, [place for place in lost if place not in moved], new)
-                replacements = {**before.replacements, **made}
-                held = self.held = replace(before, places=present, replacements=replacements)
-            self._return(before, held, time.monotonic() + GIVE_BACK_S)  # groups that have lost all their bundles
-            return tuple(held.places[place] for place in lost)
-
-    def _batches(self, lost: Sequence[Slot], there: Sequence[Slot]) -> list[tuple[tuple[Ask, ...], int | None]]:
-        """Return the requests that replace slots, in those that are placed together, with their segment size."""
-        counts = Counter(slot.node_idx for slot in lost)
-        asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.request.asks if ask.node_idx in counts]
-        segment, size = self._segments(), self.request.segment_size
-        left = {segment[slot.node_idx] for slot in there}
-
-        def batch_of(ask: Ask) -> tuple[bool, int]:
-            """Put the asks of a segment together that has lost all its nodes: nothing shows its domain."""
-            number = segment[ask.node_idx]
-            return (False, ask.node_idx) if size is None or number in left else (True, number)
-
-        # The most demanding first, and whole segments last.
-        ordered = sorted(asks, key=lambda ask: (batch_of(ask)[0], -ask.count))
-        batches = group_pairs((batch_of(ask), ask) for ask in ordered)
-        return [(tuple(batch), size if is_segment else None) for (is_segment, _), batch in batches.items()]
-
-    def _find_moved(self, lost: Collection[Slot], *, deadline: float) -> dict[tuple[str, int], Slot]:
-        """Return the slots of groups whose nodes Ray chooses, by bundle, once it has placed the lost bundles again."""
-        if not lost:
-            return {}
-        groups = list({slot.placement_group.id: slot.placement_group for slot in lost}.values())
-        node_idx = {slot.key: slot.node_idx for slot in (self.held.slots if self.held else ())}
-        placed = [
-            replace(one, node_idx=tuple(node_idx.get((one.group.id.hex(), at), 0) for at in range(len(one.node_ids))))
-            for one in read_placed(groups, deadline=deadline)
-        ]
-        return {slot.key: slot for slot in slots_of(placed, self.request.capacity, deadline=deadline)}
-
-    def _segments(self) -> dict[int, int]:
-        """Return the number of each logical node's segment; without segments, each has its own."""
-        used = [ask.node_idx for ask in self.request.asks if ask.count]
-        return {node_idx: at // (self.request.segment_size or 1) for at, node_idx in enumerate(used)}
-
-    def _find_usable(self, ask: Ask, there: Sequence[Slot], nodes: Sequence[Node]) -> list[Node]:
-        """Return the nodes that a replacement can use, beside the slots that are there."""
-        request, segment = self.request, self._segments()
-        near = {slot.node_id for slot in there if segment[slot.node_idx] == segment[ask.node_idx]}
-        # With these, every logical node is on a physical node of its own.
-        taken = {slot.node_id for slot in there} if request.unified or request.segment_size else set()
-        domains = {node_place(node)[0] for node in nodes if request.segment_size and node.node_id in near}
-        free = [node for node in nodes if node.node_id not in taken]
-        return [node for node in free if node_place(node)[0] in domains] if domains else free
-
-    def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
-        """Lease a port on the node of each slot until everything is released."""
-        mine, check = self.held, functools.partial(self._check, self._shutdowns)
-        leases = [lease for (lease,) in lease_ports(slots, low=low, high=high)]
-        try:
-            # First added, then checked: a shutdown either sees them, or is seen.
-            if mine is not None:
-                mine.leases.update(dict.fromkeys(leases))
-            check()
-        except BaseException:
-            release_ports(leases)
-            raise
-        return leases
 
     def give_back(self) -> bool:
         """Release ports and groups within `GIVE_BACK_S`, and return whether Ray had the resources back in time.
@@ -370,17 +339,16 @@ class Holding:
         deadline = time.monotonic() + GIVE_BACK_S
         self._shutdowns += 1
         is_inside = self._changer == threading.get_ident()
-        with self._hold(self._changing, "still changes", deadline, advice=""):
+        with self._change(GIVE_BACK_S, advice=""):
             held, self.held = self.held, None
-        if held is None and is_inside:
-            raise PlacementError(
-                f"shutdown() was called inside of a reserve() of the cluster {self.request.name!r} on the same thread, "
-                "as from a signal handler, and could release nothing yet. That reserve() fails, and releases what it "
-                "has taken."
-            )
-        if held is None or held.ray_ended:
-            return True  # nothing was held, or Ray ended, and with it everything that was
-        with head_deadline(deadline - time.monotonic()):
+            if held is None and is_inside:
+                raise PlacementError(
+                    f"shutdown() was called inside of a reserve() of the cluster {self.request.name!r} on the same "
+                    "thread, as from a signal handler, and could release nothing yet. That reserve() fails, and "
+                    "releases what it has taken."
+                )
+            if held is None or held.ray_ended:
+                return True  # nothing was held, or Ray ended, and with it everything that was
             return self._return(held, None, deadline)
 
     def leak(self) -> str:
@@ -395,14 +363,10 @@ class Holding:
         )
 
 
-def replace_slots(places: Mapping[int, Slot], lost: Sequence[int], new: Sequence[Slot]) -> dict[int, Slot]:
-    """Put each new slot in the place of a lost one of its logical node, and number the nodes again."""
+def replace_slots(places: Mapping[int, Slot], lost: Iterable[int], new: Sequence[Slot]) -> dict[int, Slot]:
+    """Put each new slot in the place of a lost one of its logical node."""
     of_logical_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))
-    slots = dict(places)
-    for place in lost:
-        slots[place] = of_logical_node[slots[place].node_idx].pop()
-    # Where several logical nodes were on one physical node, their replacements may be on several, or the other way.
-    return dict(zip(slots, number_slots(slots.values()), strict=True))
+    return {**places, **{place: of_logical_node[places[place].node_idx].pop() for place in lost}}
 
 
 def not_returned(what: str) -> PlacementError:

@@ -2,6 +2,7 @@
 """Turns placed groups into slots in physical order, with the ids of their accelerators."""
 
 import math
+import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -32,39 +33,39 @@ def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float, chec
 
     The deadline is for reading the ids of accelerators; `check` is called meanwhile, and raises if that should end.
     """
-    accelerators = accelerator_ids(placed, deadline=deadline, check=check)
-    nodes = read_nodes(with_free=False)
-    position = {node.node_id: at for at, node in enumerate(nodes)}
-    gone = {node_id for one in placed for node_id in one.node_ids} - set(position)
-    if gone:
+    accelerators: list[list[Accelerators]] = [[{}] * len(reserved.bundles) for reserved in placed]
+    if any(bundle.keys() - {"CPU"} for reserved in placed for bundle in reserved.bundles):
+        accelerators = accelerator_ids(placed, deadline=deadline, check=check)
+    nodes = {node.node_id: (position, node) for position, node in enumerate(read_nodes(with_free=False))}
+    if gone := {node_id for reserved in placed for node_id in reserved.node_ids} - nodes.keys():
         raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
-    slots = []
-    for one, ids in zip(placed, accelerators, strict=True):
-        for index, (node_id, bundle) in enumerate(zip(one.node_ids, one.bundles, strict=True)):
-            node = nodes[position[node_id]]
+    ordered: list[tuple[tuple[object, ...], Slot]] = []
+    for reserved, ids in zip(placed, accelerators, strict=True):
+        for index, (node_idx, node_id) in enumerate(zip(reserved.node_idx, reserved.node_ids, strict=True)):
+            position, node = nodes[node_id]
             # What one of several workers requests is rounded down to Ray's precision: rounded up, the last worker would
             # not fit and would stay pending. Ray takes whole CPUs only.
-            parts = {name: math.floor(amount * PRECISION / capacity) / PRECISION for name, amount in bundle.items()}
-            cpus = max(1.0, math.floor(parts.get("CPU", 0.0)))
-            others = {name: part for name, part in parts.items() if part > 0 and not name.startswith(NOT_SHARED)}
-            slots.append(
-                Slot(
-                    placement_group=one.group,
-                    bundle_index=index,
-                    node_idx=one.node_idx[index],
-                    node_id=node_id,
-                    node_ip=node.ip,
-                    node_rank=0,
-                    local_rank=0,
-                    accelerators=ids[index],
-                    labels=dict(node.labels),
-                    worker_resources={"CPU": cpus, **others},
-                    capacity=capacity,
-                )
+            shares = {
+                name: math.floor(amount * PRECISION / capacity) / PRECISION
+                for name, amount in reserved.bundles[index].items()
+            }
+            others = {name: share for name, share in shares.items() if share > 0 and not name.startswith(NOT_SHARED)}
+            slot = Slot(
+                placement_group=reserved.group,
+                bundle_index=index,
+                node_idx=node_idx,
+                node_id=node_id,
+                node_ip=node.ip,
+                node_rank=0,
+                local_rank=0,
+                accelerators=ids[index],
+                labels=dict(node.labels),
+                worker_resources={"CPU": max(1.0, math.floor(shares.get("CPU", 0.0))), **others},
+                capacity=capacity,
             )
-    # The sort is stable: slots that compare as equal stay in the order of the groups and their bundles.
-    slots.sort(key=lambda one: (position[one.node_id], [*map(accelerator_order, one.accelerator_ids)], one.node_idx))
-    return number_slots(slots)
+            order = [accelerator_order(number) for numbers in ids[index].values() for number in numbers]
+            ordered.append(((position, order, node_idx, len(ordered)), slot))
+    return number_slots(slot for _, slot in sorted(ordered, key=operator.itemgetter(0)))
 
 
 def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
@@ -85,8 +86,8 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float, check: Che
     known = ray.get_runtime_context().get_accelerator_ids().keys()
     held = {
         (g, index): kinds
-        for g, one in enumerate(reserved)
-        for index, bundle in enumerate(one.bundles)
+        for g, group in enumerate(reserved)
+        for index, bundle in enumerate(group.bundles)
         if (kinds := {kind: amount for kind, amount in bundle.items() if kind in known and amount > 0})
     }
     began = time.monotonic()
@@ -106,7 +107,7 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float, check: Che
             "look at the nodes."
         )
     ids = dict(zip(refs, ray.get(list(refs.values())), strict=True))
-    return [[ids.get((g, index), {}) for index in range(len(one.bundles))] for g, one in enumerate(reserved)]
+    return [[ids.get((g, index), {}) for index in range(len(group.bundles))] for g, group in enumerate(reserved)]
 
 
 def _report_ids(

@@ -6,25 +6,25 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import ray
 
-from .._model import Ask, Node, Request, group_pairs
+from .._model import Ask, Node, Request, Verdict, group_pairs
 from .._nodes.head import alive_nodes, ask_head, read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
 from .._ray_private import draining_nodes, infeasible_groups
 from .._show import ReservationReport, Waiting, name_holders
 from .._slot import Slot
-from ..exceptions import HeadTimeoutError, PlacementError, ResourceInsufficientError
-from .demand import Demand
+from ..exceptions import HeadTimeoutError, PlacementError, PlacementTimeoutError, ResourceInsufficientError
 from .gpus import try_gpus
-from .groups import Busy, Check, Impossible, Placed, allow, find_abandoned, place, remove
+from .groups import Check, Placed, Refusal, allow, find_abandoned, place, remove
 from .slots import slots_of
 
 logger = logging.getLogger(__name__)
 POLL_S = (0.05, 0.5)
-# How often Ray's head is asked for what changes slowly: an autoscaler reports every few seconds, with all nodes.
+# How often Ray's head is asked for what changes slowly.
 STATUS_S = 2.0
 _ADVICE = "Ask for less, add nodes, or wait for nodes that are joining (wait_for_nodes_s)."
 Amounts = Mapping[str, Mapping[str, float]]
@@ -39,8 +39,8 @@ def examine(request: Request) -> ReservationReport:
 
 def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: float) -> ReservationReport:
     """Return what the given slots of a reservation hold, and where."""
-    there = group_pairs((slot.node_idx, slot.node_id) for slot in slots)
-    where = {node_idx: tuple(node_ids) for node_idx, node_ids in there.items()}
+    on_nodes = group_pairs((slot.node_idx, slot.node_id) for slot in slots)
+    where = {node_idx: tuple(node_ids) for node_idx, node_ids in on_nodes.items()}
     return ReservationReport(
         # A view has some of the slots only.
         asks=tuple(replace(ask, count=len(where[ask.node_idx])) for ask in asks if ask.node_idx in where),
@@ -55,8 +55,8 @@ def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: fl
 
 def reserve(
     request: Request,
-    find_usable: Callable[[Sequence[Node]], list[Node]] = list,
-    held: Callable[[], Amounts] = dict,
+    find_usable: Callable[[Sequence[Node]], Sequence[Node]] = list,
+    held: Amounts | None = None,
     check: Check = allow,
 ) -> tuple[Slot, ...]:
     """Place a request, again and again until it succeeds or its time is up, and return its slots.
@@ -64,70 +64,128 @@ def reserve(
     Args:
         request: the request.
         find_usable: chooses among the present nodes before each attempt.
-        held: returns, by node id, what the cluster that is extended holds, even when the planner counts nodes as idle.
+        held: by node id, what the cluster that is extended holds, even when the planner counts nodes as idle.
         check: is called during the wait, and raises if that should end.
     """
     request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
     began = time.monotonic()
     deadline, pause, ask_again_at = began + request.timeout_s, POLL_S[0], 0.0
     owned: dict[str, frozenset[str]] = {}  # the ids of the GPUs of nodes
-    infeasible: frozenset[str] | None = None  # the groups that an autoscaler cannot add nodes for, if there is one
-    waiting: Waiting | None = None
-    # The end of the demand withdraws what is shown, so what Ray has placed of it is free again.
-    with contextlib.ExitStack() as stack, Demand(request) as demand:
+    with contextlib.ExitStack() as stack:
+        waiting: Waiting | None = None
         while True:
             check()
             waited = time.monotonic() - began
-            # Reported before the nodes are read, so the nodes that have joined since are taken into account.
-            is_infeasible = demand.is_among(infeasible or frozenset())
-            demand.withdraw_if_placed()
-            nodes = find_usable(read_nodes())
-            outcome: Placed | Busy | Impossible
+            present = read_nodes()
+            nodes = find_usable(present)
+            outcome: Placed | Refusal | None = None
             if request.gpu_ids:
                 outcome = try_gpus(request, nodes, owned, deadline=deadline)
             else:
-                outcome = try_once(request, nodes, held(), demand.withdraw, deadline=deadline, check=check)
-            if not isinstance(outcome, (Busy, Impossible)):
-                try:
-                    return slots_of(outcome, request.capacity, deadline=deadline, check=check)
-                except BaseException as error:
-                    remove([one.group for one in outcome])
-                    if time.monotonic() >= deadline or not _lost_nodes(outcome, error):
-                        raise
-                    continue
-            if waited >= ask_again_at:
+                usable = _without(nodes, held) if held else nodes
+                own, size = request.unified, request.segment_size
+                plan, verdict = decide(request.asks, usable, own_nodes=own, segment_size=size)
+                if plan is not None:
+                    outcome = place(request, plan, deadline=deadline, check=check)
+                if outcome is None:
+                    outcome = _refuse(request, usable, verdict, is_extension=held is not None)
+            if isinstance(outcome, Refusal) and waited >= ask_again_at:
                 ask_again_at = waited + STATUS_S
                 if remove_abandoned():
                     continue
-                infeasible = None if request.gpu_ids else ask_head("look for an autoscaler", infeasible_groups)
-            limit = request.timeout_s
-            if isinstance(outcome, Impossible):
-                limit = max(request.wait_for_nodes_s, 0.0 if infeasible is None or is_infeasible else limit)
+                if len(nodes) == len(present):  # Ray may place it on any of them
+                    outcome = _place_on_new_nodes(request, outcome, check, began)
+                    waited = time.monotonic() - began
+            if not isinstance(outcome, Refusal):
+                try:
+                    return slots_of(outcome, request.capacity, deadline=deadline, check=check)
+                except BaseException as error:
+                    remove([reserved.group for reserved in outcome])
+                    if time.monotonic() >= deadline or not _lost_nodes(outcome, error):
+                        raise
+                    continue
+            limit = request.timeout_s if outcome.is_taken else request.wait_for_nodes_s
             if waited >= limit:
-                raise _explain(request, nodes, outcome, waited, is_infeasible=is_infeasible)
+                raise _explain(request, nodes, outcome, waited)
             waiting = waiting or stack.enter_context(Waiting(f"Reserving {request.name or 'a cluster'}"))
-            waiting.show("nodes have to join" if isinstance(outcome, Impossible) else "there is no room for it", limit)
-            if infeasible is not None:
-                demand.show(nodes)
+            waiting.show("there is no room for it" if outcome.is_taken else "nodes have to join", limit)
             # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
             time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
             pause = min(2 * pause, POLL_S[1])
 
 
-def _explain(
-    request: Request, nodes: Sequence[Node], outcome: Busy | Impossible, waited: float, *, is_infeasible: bool
-) -> PlacementError:
+def _without(nodes: Sequence[Node], held: Amounts) -> list[Node]:
+    """Return the nodes without what a cluster holds of them."""
+    return [
+        replace(node, total={name: n - held.get(node.node_id, {}).get(name, 0.0) for name, n in node.total.items()})
+        for node in nodes
+    ]
+
+
+def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict, *, is_extension: bool) -> Refusal:
+    """Return why a request has no place now."""
+    if verdict in ("fits", "taken"):
+        if is_in_use(request.asks, nodes):
+            return Refusal(
+                ": the request would fit on these nodes, but others hold what it needs ({holders}; see below). Release "
+                "some of it,"
+            )
+        return Refusal(
+            ": the nodes have room for the request, but Ray has not placed it. Others may have been faster for a "
+            "moment, or the raylet of a node may be stopped or overloaded: look at the nodes,"
+        )
+    own = ", each logical node on a physical node of its own" if request.unified else ""
+    size = request.segment_size
+    segments = f", in segments of {size} nodes of one topology domain" if size else ""
+    bundles = sum(ask.count for ask in request.asks)
+    what = f"{bundles} bundles in {len(request.asks)} logical node(s){own}{segments}"
+    when = "when nothing runs beside what it extends" if is_extension else "when they are idle"
+    if verdict == "impossible":
+        return Refusal(f"The present nodes cannot hold {what}, even {when} (see below).", _ADVICE, verdict)
+    spread = "" if own or size else 'Use placement_group_strategy="PACK" if a logical node may be on several nodes. '
+    return Refusal(
+        f"No arrangement of {what} on the present nodes was found, even {when} (see below). It is not proven that "
+        "there is none.",
+        f"{spread}{_ADVICE}",
+        verdict,
+    )
+
+
+def _place_on_new_nodes(request: Request, refusal: Refusal, check: Check, began: float) -> Placed | Refusal:
+    """Let Ray place a request that has no room, if an autoscaler may add nodes: groups without a place are demand."""
+    # Ray has no request for these.
+    if request.gpu_ids or request.segment_size or request.unified:
+        return refusal
+    infeasible = ask_head("look for an autoscaler", infeasible_groups)
+    if infeasible is None:
+        return refusal
+    limit_s, asked_at = max(request.timeout_s, request.wait_for_nodes_s), time.monotonic()
+    with Waiting(f"Reserving {request.name or 'a cluster'}") as waiting:
+
+        def is_hopeless(pending: AbstractSet[str]) -> bool:
+            nonlocal infeasible, asked_at
+            waiting.show("the autoscaler has to add nodes", limit_s)
+            if time.monotonic() >= asked_at + STATUS_S:
+                infeasible, asked_at = ask_head("look for an autoscaler", infeasible_groups), time.monotonic()
+            return not pending.isdisjoint(infeasible or ())
+
+        placed = place(request, {}, deadline=began + limit_s, check=check, give_up=is_hopeless)
+    if placed is None and time.monotonic() < began + limit_s and not refusal.is_taken:
+        return replace(refusal, why=f"{refusal.why} The autoscaler reports that it cannot add nodes for it.")
+    return refusal if placed is None else placed
+
+
+def _explain(request: Request, nodes: Sequence[Node], refusal: Refusal, waited: float) -> PlacementError:
     """Return the error of a request that has no room at the end of its time."""
     holders = read_holders()
-    if isinstance(outcome, Impossible):
+    report = ReservationReport(request.asks, tuple(nodes), holders, refusal.verdict)
+    if not refusal.is_taken:
         after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
-        after += " The autoscaler reports that it cannot add nodes for it." if is_infeasible else ""
-        report = ReservationReport(request.asks, tuple(nodes), holders, outcome.verdict)
-        return ResourceInsufficientError(f"{outcome.why}{after} {outcome.advice}", report)
+        return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}", report)
     names = {name for ask in request.asks for name in ask.bundle}
-    why = outcome.why.replace("{holders}", name_holders(nodes, holders, names))
-    report = ReservationReport(request.asks, tuple(nodes), holders, "taken")
-    return outcome.error(f"Waited {waited:.1f} s{why} or wait longer ({request.timeout_name}).", report)
+    why = refusal.why.replace("{holders}", name_holders(nodes, holders, names))
+    error = ResourceInsufficientError if refusal.of_gpus else PlacementTimeoutError
+    return error(f"Waited {waited:.1f} s{why} or wait longer ({request.timeout_name}).", report)
 
 
 def _lost_nodes(placed: Placed, error: BaseException) -> bool:
@@ -135,7 +193,7 @@ def _lost_nodes(placed: Placed, error: BaseException) -> bool:
     if not isinstance(error, (ray.exceptions.RayError, PlacementError)) or isinstance(error, HeadTimeoutError):
         return False
     staying = alive_nodes() - ask_head("list the nodes that are draining", draining_nodes)
-    return not staying.issuperset(node_id for one in placed for node_id in one.node_ids)
+    return not staying.issuperset(node_id for reserved in placed for node_id in reserved.node_ids)
 
 
 def remove_abandoned() -> bool:
@@ -152,50 +210,3 @@ def remove_abandoned() -> bool:
         )
         remove(list(abandoned))
     return bool(abandoned)
-
-
-def try_once(
-    request: Request,
-    nodes: Sequence[Node],
-    held: Amounts,
-    withdraw: Callable[[], None],
-    *,
-    deadline: float,
-    check: Check,
-) -> Placed | Busy | Impossible:
-    """Plan a request on any of the nodes, and place it. `withdraw` is called before anything is placed."""
-    rest = []
-    for node in nodes:
-        mine = held.get(node.node_id, {})
-        rest.append(
-            replace(node, total={name: n - mine.get(name, 0.0) for name, n in node.total.items()}) if mine else node
-        )
-    plan, verdict = decide(request.asks, rest, own_nodes=request.unified, segment_size=request.segment_size)
-    if verdict in ("impossible", "not found"):
-        own = ", each logical node on a physical node of its own" if request.unified else ""
-        size = request.segment_size
-        segments = f", in segments of {size} nodes of one topology domain" if size else ""
-        bundles = sum(ask.count for ask in request.asks)
-        what = f"{bundles} bundles in {len(request.asks)} logical node(s){own}{segments}"
-        when = "when nothing runs beside what it extends" if held else "when they are idle"
-        if verdict == "impossible":
-            return Impossible(f"The present nodes cannot hold {what}, even {when} (see below).", _ADVICE)
-        why = (
-            f"No arrangement of {what} on the present nodes was found, even {when} (see below). It is not proven that "
-            "there is none."
-        )
-        spread = 'Use placement_group_strategy="PACK" if a logical node may be on several nodes. '
-        return Impossible(why, f"{'' if own or size else spread}{_ADVICE}", "not found")
-    if plan is not None:
-        withdraw()
-        if (placed := place(request, plan, deadline=deadline, check=check)) is not None:
-            return placed
-    if is_in_use(request.asks, rest):
-        return Busy(
-            ": the request would fit on these nodes, but others hold what it needs ({holders}; see below). Release "
-            "some of it,"
-        )
-    return Busy(
-        ": the nodes have room for the request, but Ray has not placed it. Others may have been faster for a moment, "
-        "or the raylet of a node may be stopped or overloaded: look at the nodes,"
-    )

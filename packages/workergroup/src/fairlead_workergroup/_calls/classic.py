@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The members of the original system, on top of the planning and sending of every call."""
 
+import time
+from asyncio import _get_running_loop
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ray import ObjectRef
 
 from .._observe.evidence import find_known_dead, judge_known_dead
-from .._transport.futures import short_traceback
+from .._transport.wait import short_traceback
 from .call import Call, dispatch
-from .execution import Execution
+from .core import Core
 from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, make_columns, plan_call
 from .results import ClassicFutures, MultiWorkerFuture, fetch, fetch_bundle
-from .sender import Sender
 from .view import AddressedWorkers, Target
 
 
@@ -24,12 +25,12 @@ class ClassicCalls(AddressedWorkers):
     @property
     def dp_size(self) -> int:
         """The number of tied groups; compatible with the original system."""
-        return self._target.sender.roster.now.places[-1].tied_group + 1
+        return self._target.core.roster.now.places[-1].tied_group + 1
 
     @property
     def dp_leader_worker_indices(self) -> list[int]:
         """The ranks of the first workers of the tied groups; compatible with the original system."""
-        return [place.rank for place in self._target.sender.roster.now.places if place.tied_rank == 0]
+        return [place.rank for place in self._target.core.roster.now.places if place.tied_rank == 0]
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
         """Return the rank of the first worker of a tied group; compatible with the original system.
@@ -62,6 +63,8 @@ class ClassicCalls(AddressedWorkers):
             WorkerFailureError: the worker is known to be dead, also if only `ray.get` of an earlier call has met its
                 death, and the group does not restart it.
             WorkerGroupError: the group, or its Ray, has been shut down.
+            CallTimeoutError: an event loop runs here, and the call would have to wait for a restart or a resize. `call`
+                waits without blocking the loop.
         """
         target = self._target
         size = target.mesh.sharding.size
@@ -129,10 +132,10 @@ class ClassicCalls(AddressedWorkers):
         target = self._target
         plan = plan_call(target.mesh, first_along=run_rank_0_only_axes)
 
-        def column(what: str, values: Any) -> Column:
+        def column(values: Any) -> Column:
             # Unlike `PerWorker`, the original accepts a pandas Series, which has keys.
             is_series = hasattr(values, "keys") and not isinstance(values, Mapping)
-            return column_per_worker(what, list(values) if is_series else values, len(plan.called))
+            return column_per_worker(list(values) if is_series else values, len(plan.called))
 
         return self._dispatch(target, method_name, plan, args, kwargs, column, common_kwargs).futures
 
@@ -178,10 +181,10 @@ class ClassicCalls(AddressedWorkers):
         recipients = Recipients(plan.called.tolist(), plan.returned.tolist(), plan.answers.tolist())
         index = plan.piece.tolist()
 
-        def column(_: str, nested: Any) -> Column:
+        def column(nested: Any) -> Column:
             return Column(plan.pieces(nested), index)
 
-        return Call(self._dispatch(target, method_name, recipients, args, kwargs, column, common_kwargs))
+        return self._dispatch(target, method_name, recipients, args, kwargs, column, common_kwargs, queues=True)
 
     def get_all_worker_results(
         self, future_bundle: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
@@ -216,29 +219,37 @@ class ClassicCalls(AddressedWorkers):
         recipients: Recipients,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        column: Callable[[str, Any], Column],
+        column: Callable[[Any], Column],
         common_kwargs: Mapping[str, Any] | None = None,
-    ) -> Execution:
-        """Send a call, and remember when its futures were made."""
-        self._note_deaths(target.sender, recipients.called)
+        *,
+        queues: bool = False,
+    ) -> Call:
+        """Send a call, and remember when its futures were made.
+
+        With `queues`, a call of an event loop that has to wait is sent later; otherwise it is refused.
+        """
+        self._note_deaths(target.core, recipients.called)
         common = common_kwargs or {}
-        columns, named = make_columns(args, kwargs, column, method_name)
+        method = target.core.described.worker_class.find(method_name)
+        columns, named = make_columns(method, args, kwargs, column)
         if both := sorted(set(named) & set(common)):
             raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
         named |= {name: Column([value]) for name, value in common.items()}
-        execution = dispatch(
-            target.sender, self, method_name, recipients, columns, named, CallOptions(), sharding=target.sharding
+        began, core, options = time.monotonic(), target.core, CallOptions()
+        call = dispatch(
+            core, self, method, recipients, columns, named, options, sharding=target.sharding, queues=queues
         )
-        self._classic_futures.add(execution.futures, execution.method.name, execution.order.began)
-        return execution
+        if not queues or _get_running_loop() is None:
+            self._classic_futures.add(call.futures, method.name, began)
+        return call
 
-    def _note_deaths(self, sender: Sender, ranks: Sequence[int]) -> None:
+    def _note_deaths(self, core: Core, ranks: Sequence[int]) -> None:
         """Note the deaths that a user's `ray.get` of earlier futures has met: then this call raises or repairs them."""
-        members = sender.roster.check_alive().members
+        members = core.roster.check_alive().members
         dead = find_known_dead(members[rank] for rank in ranks if rank < len(members))
         if dead := [worker for worker in dead if self._classic_futures.has_any_of(worker.actor_id)]:
-            sender.roster.note(judge_known_dead(sender.roster.judge, dead))
+            core.roster.note(judge_known_dead(core.roster.judge, dead))
 
 
-def _replicate(_: str, value: Any) -> Column:
+def _replicate(value: Any) -> Column:
     return Column([value])

@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import Slot, init_ray
-from fairlead_placement.spi import ask_head, head_deadline, read_newer, refuse_client, run_each
+from fairlead_placement.extension import ask_head, head_deadline, read_board, refuse_client, run_each
 from fairlead_sharding import NamedSharding
 
 from .._membership.judge import Evidence, Judge, decide
@@ -22,11 +22,11 @@ from .._observe.evidence import RayWitnesses
 from .._observe.observer import STUCK_AFTER_S, Observer
 from .._observe.publications import (
     ANSWER_S,
-    PUBLISHED_AGAIN_S,
     RegisteredGroup,
     RegisteredWorker,
     find_group,
     read_group,
+    read_groups,
 )
 from .._observe.registration import KEY
 from .._observe.status import WorkerStatus
@@ -34,17 +34,14 @@ from .._ray_private import actor_id_of
 from .._start.worker_class import Described, WorkerClass
 from .._world import Deadline
 from ..exceptions import WorkerGroupError
+from .core import Core
 from .map import MapOptions
 from .plan import Mesh
-from .sender import Sender
 from .view import Target, TypedCalls
 
-# All nodes of a group get a publication within milliseconds of each other.
-SETTLED_S = 2.0
-# How often a publication that is on its way is looked for.
-AGAIN_EPOCH_S = 0.01
-# A group that stays incomplete is read again after this time.
-AGAIN_S = 10.0
+# A publication that is on its way arrives within this time, and how often it is looked for.
+RENEWED_S = 2.0
+AGAIN_S = 0.01
 # For all requests of one call to Ray's head.
 HEAD_S = 30.0
 # Ray's head is asked for each actor by its name.
@@ -84,9 +81,9 @@ class GroupIdentity:
                 "the handle in a process of that cluster, or call ray.shutdown() first."
             )
 
-    def read(self, *, within_s: float) -> RegisteredGroup:
+    def read(self) -> RegisteredGroup:
         """Return the group as it is published now."""
-        if (found := read_group(self.group_id, self.job_id, self.worker_id, within_s=within_s)) is None:
+        if (found := read_group(self.group_id, self.job_id, self.worker_id)) is None:
             raise self.ended_error()
         return found
 
@@ -107,8 +104,8 @@ class GroupHandle(TypedCalls):
 
     `call`, `at`, `with_options` and `map` are those of the group. Only the process that made the group restarts it and
     ends it, so `retries` is refused, and its timeouts and its defaults of `map` do not apply. Before each call, and
-    once before a `map`, the handle asks a node agent whether workers have been replaced. If so, it finds the new ones
-    first.
+    once before a `map`, the handle reads on the group's board whether workers have been replaced. If so, it finds the
+    new ones first.
 
     Each call carries the epoch that it was planned for, and a worker in another epoch refuses it without running it.
     Then taking the results raises `EpochError`, which says which ranks have run the call and which have refused it, and
@@ -116,7 +113,7 @@ class GroupHandle(TypedCalls):
     few seconds more than the timeout of the call.
 
     Calls of several processes reach the workers in no common order, so all calls with collectives have to come from one
-    process. On an event loop, a call blocks the loop for the request to the node agent, about a millisecond.
+    process. On an event loop, a call blocks the loop for the request to the board, about a millisecond.
     """
 
     def __init__(self, identity: GroupIdentity) -> None:
@@ -124,7 +121,7 @@ class GroupHandle(TypedCalls):
         # It protects what is known of the group: a process connects once, and one thread at a time reads news. It is
         # reentrant, because a signal handler may make a call while its thread reads.
         self._lock = threading.RLock()
-        self._sender: _ClientSender | None = None
+        self._core: _ClientCore | None = None
 
     def __repr__(self) -> str:
         return f"GroupHandle({self._identity.name!r}, {self._identity.group_id[:6]!r})"
@@ -153,11 +150,11 @@ class GroupHandle(TypedCalls):
         return self._connect().roster.now.sharding
 
     def _find_target(self, *, renew: bool = True) -> Target:
-        sender = self._connect()
+        core = self._connect()
         if renew:
-            sender.renew()
-        sharding = sender.roster.now.sharding
-        return Target(sender, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
+            core.renew()
+        sharding = core.roster.now.sharding
+        return Target(core, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
 
     def status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
         """Return what each worker does, by rank, as `RayWorkerGroup.get_worker_status` does.
@@ -169,24 +166,24 @@ class GroupHandle(TypedCalls):
             ValueError: `stuck_after_s` is not a positive number.
             WorkerGroupError: the group has ended.
         """
-        sender = self._connect()
+        core = self._connect()
         with head_deadline(HEAD_S):
-            sender.read_again(SETTLED_S)
-            return Observer(sender.roster).read_status(stuck_after_s)
+            core.read_again()
+            return Observer(core.roster).read_status(stuck_after_s)
 
-    def _connect(self) -> "_ClientSender":
-        """Return the sender of this process, which is made at the first use."""
-        if (sender := self._sender) is not None and sender.roster.connected:
-            return sender
+    def _connect(self) -> "_ClientCore":
+        """Return the core of this process, which is made at the first use."""
+        if (core := self._core) is not None and core.roster.connected:
+            return core
         with self._lock:
-            if (sender := self._sender) is not None and sender.roster.connected:
-                return sender  # another thread has just made it
+            if (core := self._core) is not None and core.roster.connected:
+                return core  # another thread has just made it
             self._identity.connect()
             with head_deadline(HEAD_S):
-                group = self._identity.read(within_s=SETTLED_S)
-                sender = _make_sender(self._identity, group, self._lock)
-            self._sender = sender
-        return sender
+                group = self._identity.read()
+                core = _make_core(self._identity, group, self._lock)
+            self._core = core
+        return core
 
 
 def attach(name: str, address: str | None = None) -> GroupHandle:
@@ -210,14 +207,13 @@ def attach(name: str, address: str | None = None) -> GroupHandle:
 
 
 @dataclass(eq=False, repr=False)
-class _ClientSender(Sender):
-    """The sender of a process that has not made the group."""
+class _ClientCore(Core):
+    """The core of a process that has not made the group."""
 
     is_owner: ClassVar[bool] = False
     identity: GroupIdentity = field(kw_only=True)  # the group
     group: RegisteredGroup = field(kw_only=True)  # the group as it was read last
     reading: threading.RLock = field(kw_only=True)  # that of the handle
-    _complete_until: float = 0.0
 
     def check_retries(self, retries: int) -> None:
         if retries:
@@ -227,31 +223,28 @@ class _ClientSender(Sender):
 
     def renew(self, at_least: int = 0) -> None:
         """Read the roster again if its owner has published another one; wait shortly for that of an epoch."""
-        until = Deadline.after(SETTLED_S)
+        until = Deadline.after(RENEWED_S)
         self._read_newer()
         while self.roster.now.epoch < at_least and not until.passed:
-            time.sleep(AGAIN_EPOCH_S)
+            time.sleep(AGAIN_S)
             self._read_newer()
 
     def _read_newer(self) -> None:
         self.roster.check_connected()
         with self.reading, head_deadline(HEAD_S):
-            agent = self.group.agents.get(self.group.driver["node_id"])
-            answer: tuple[int, Any] | Exception | None = None
-            if agent is not None and (self.group.settled or time.monotonic() < self._complete_until):
-                answer = read_newer(agent, KEY + self.identity.group_id, self.group.publication, timeout_s=ANSWER_S)
-            if isinstance(answer, tuple) and answer[0] == 0:
+            group, board, key = self.group, self.group.board, KEY + self.identity.group_id
+            answer = None if board is None else read_board(board, key, group.publication, timeout_s=ANSWER_S)
+            if not isinstance(answer, tuple):
+                self.adopt(self.identity.read())  # another agent may have taken its place
+            elif answer[0] == 0:
                 raise self.identity.ended_error()
-            if not isinstance(answer, tuple) or answer[0] > self.group.publication:
-                within_s = PUBLISHED_AGAIN_S if isinstance(answer, Exception) else SETTLED_S
-                self.adopt(self.identity.read(within_s=within_s))
-                # While a node is lost, the group stays incomplete. Its driver publishes again after a repair.
-                self._complete_until = time.monotonic() + AGAIN_S
+            elif answer[1] is not None:
+                self.adopt(read_groups([(board, answer[1])])[0])
 
-    def read_again(self, within_s: float) -> None:
+    def read_again(self) -> None:
         """Read the group as it is published now."""
         with self.reading:
-            self.adopt(self.identity.read(within_s=within_s))
+            self.adopt(self.identity.read())
 
     def adopt(self, group: RegisteredGroup) -> None:
         """Take over the members of a group as they are published."""
@@ -273,14 +266,12 @@ class _ClientSender(Sender):
         self.group = group
 
 
-def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threading.RLock) -> _ClientSender:
-    if not group.methods:
-        raise WorkerGroupError(f"{identity}: the agent of its driver's node does not answer. Try again.")
+def _make_core(identity: GroupIdentity, group: RegisteredGroup, reading: threading.RLock) -> _ClientCore:
     rows = {row.rank: row for row in group.members}
     places = [_place(group, rank, rows.get(rank)) for rank in range(group.sharding.size)]
     roster = Roster(group.name, places, group.sharding)
     roster.judge = Judge(RayWitnesses(roster.find_handle))
-    sender = _ClientSender(
+    core = _ClientCore(
         roster,
         Described(WorkerClass.from_dict(group.methods)),
         FixedMembership(remedy=REMEDY),
@@ -289,8 +280,8 @@ def _make_sender(identity: GroupIdentity, group: RegisteredGroup, reading: threa
         reading=reading,
         group=group,
     )
-    sender.adopt(group)
-    return sender
+    core.adopt(group)
+    return core
 
 
 def _place(group: RegisteredGroup, rank: int, row: RegisteredWorker | None) -> Place:
@@ -312,7 +303,7 @@ def _member(group: RegisteredGroup, rank: int, row: RegisteredWorker | None, han
     place = _place(group, rank, row)
     process = make_process(place, group.sharding.get_worker_coords(rank))
     if row is None:
-        gone = Evidence("node", "gone", "node-lost", "no node agent knows it: its node is lost, or its agent has ended")
+        gone = Evidence("node", "gone", "node-lost", "the board of its group does not list it")
         return Member(place, process, failure=decide(process, [gone]).failure())
     process = replace(process, pid=row.pid, started=row.started, actor_id=row.actor_id)
     cause = "it has not started yet" if not row.pid else "Ray has no actor of its name: it has ended"

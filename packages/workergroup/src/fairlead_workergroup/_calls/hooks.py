@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .._world import Deadline
-from .call import dispatch
-from .execution import Execution
+from .call import Call, dispatch
+from .core import Core
 from .plan import CallOptions, Recipients
-from .sender import Sender
 
 
 @dataclass(eq=False)
@@ -18,23 +17,24 @@ class Hooks:
     restart: str | None  # restarted workers run it first
     resize: str | None  # all workers run it in the new epoch of a resize
     timeout_s: float  # of each of them
-    sender: Sender = field(init=False)  # set before the first change
+    core: Core = field(init=False)  # set before the first change
 
     def check(self) -> None:
         """Check that the class has these methods, and that they take the arguments that they get."""
         for name in (self.restart, self.resize):
             if name is not None:
-                self.sender.described.worker_class.method(name).check(0, ())
+                self.core.described.worker_class.method(name).check(0, ())
 
-    def on_restart(self, ranks: Sequence[int], deadline: Deadline) -> list[Execution]:
+    def on_restart(self, ranks: Sequence[int], deadline: Deadline) -> list[Call]:
         """Send `Restart.method` to ranks; do not wait."""
         return [] if self.restart is None else [self._send(self.restart, ranks, deadline)]
 
-    def on_resize(self, ranks: Sequence[int], deadline: Deadline) -> list[Execution]:
+    def on_resize(self, ranks: Sequence[int], deadline: Deadline) -> list[Call]:
         """Send `on_resize` to ranks; do not wait."""
         return [] if self.resize is None else [self._send(self.resize, ranks, deadline)]
 
-    def _send(self, method: str, ranks: Sequence[int], deadline: Deadline) -> Execution:
+    def _send(self, method: str, ranks: Sequence[int], deadline: Deadline) -> Call:
         options = CallOptions(timeout=deadline.left(at_most=self.timeout_s), discard=True)
         recipients = Recipients(list(ranks), [], [False] * len(ranks))
-        return dispatch(self.sender, None, method, recipients, (), {}, options, may_wait=False, passes=True)
+        found = self.core.described.worker_class.find(method)
+        return dispatch(self.core, None, found, recipients, (), {}, options, blocks=True, is_hook=True)

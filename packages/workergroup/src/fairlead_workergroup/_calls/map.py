@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The distribution of many items over few workers, one worker for each item."""
 
+import logging
 import math
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence, Sized
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
-
-from ray import ObjectRef
 
 from .._observe.display import Bar
 from .._start.worker_class import Method
 from .._transport.arguments import Arguments
-from .._transport.futures import REPORT_EVERY_S, Inbox, ResultStream, Waiter
-from .._world import Deadline
+from .._transport.wait import REPORT_EVERY_S, ResultStream, Waiter
+from .._world import NEVER, Deadline
 from ..exceptions import CallTimeoutError, EpochError, WorkerFailureError
-from .call import dispatch
-from .execution import Execution, SendState
+from .call import Call, dispatch
+from .core import Core
 from .plan import CallOptions, Column, Recipients
-from .sender import Sender
+
+logger = logging.getLogger(__name__)
 
 Strategy = Literal["round_robin", "least_loaded"] | Callable[[Sequence[int]], int]
 
@@ -57,6 +56,7 @@ class _Item(NamedTuple):
     position: int
     value: Any
     rank: int
+    deadline: Deadline = NEVER
 
 
 class _Failure(NamedTuple):
@@ -70,7 +70,7 @@ _Finished = list[tuple[int, Any]]
 
 
 def map_items(
-    sender: Sender,
+    core: Core,
     owner: object,
     ranks: Sequence[int],
     method: str | Callable[..., Any],
@@ -78,17 +78,17 @@ def map_items(
     options: MapOptions,
 ) -> ResultStream[Any]:
     """Check the method, then return the results as they arrive; see `RayWorkerGroup.map`."""
-    called = sender.described.worker_class.method(method)
+    called = core.described.worker_class.method(method)
     if called.result == "items":
         raise TypeError(
             f"{called.name!r} is a generator method; map needs one result for each item: call it and stream"
         )
     called.check(1, ())
-    sender.check_retries(options.each.retries)
+    core.check_retries(options.each.retries)
     stored = Arguments()  # a large function is stored once, not with each item
     called = replace(called, function=stored.prepare(called.function))
     total = len(items) if isinstance(items, Sized) else None
-    balancer = _Balancer(sender, owner, ranks, called, options)
+    balancer = _Balancer(core, owner, ranks, called, options)
     order = _Order(WINDOW * options.max_in_flight * len(ranks) if options.ordered else math.inf)
     return ResultStream(lambda on: _results(balancer, iter(items), total, order, on))
 
@@ -140,24 +140,17 @@ async def _results(
 class _Balancer:
     """Sends items to workers, and owns the record of the items that each worker has."""
 
-    def __init__(
-        self, sender: Sender, owner: object, ranks: Sequence[int], method: Method, options: MapOptions
-    ) -> None:
+    def __init__(self, core: Core, owner: object, ranks: Sequence[int], method: Method, options: MapOptions) -> None:
         self.method = method
-        self._sender = sender
+        self._core = core
         self._owner = owner
         self._options = options
         # The number of items that each worker has, by ascending rank, without the workers that were lost.
         self._loads = dict.fromkeys(ranks, 0)
-        # The calls whose answer has arrived, each once. A `ray.wait` would be given all references for each answer.
-        # Ray unpickles each value in its own thread, and has no public way to tell only that one is there.
-        # Values whose unpickling waits for Ray block that thread; the docstring of `map` says so.
-        self._arrived: Inbox[tuple[Execution, Future[Any] | None]] = Inbox()
-        self._members = sender.roster.now
+        self._members = core.roster.now
         self._turn = 0
         self._position = 0
-        # By call, because a call that waits to be sent has no futures yet.
-        self._sent: dict[Execution, _Item] = {}
+        self._sent: dict[Call, _Item] = {}  # in the order of the items
         self._unsent: _Finished = []
         self._failed = False
         self._again: deque[tuple[int, Any]] = deque()
@@ -180,7 +173,7 @@ class _Balancer:
 
     def _drop_departed(self) -> None:
         """Send no more items to ranks that a resize has removed; items that they have are finished there."""
-        now = self._sender.roster.now
+        now = self._core.roster.now
         if now is self._members or now.has(list(self._loads)):
             self._members = now
             return
@@ -209,8 +202,10 @@ class _Balancer:
     def _send(self, item: _Item, *, may_wait: bool) -> None:
         recipients = Recipients([item.rank], [item.rank], None)
         columns, each = [Column([item.value])], self._options.each
+        timeout_s = self._core.call_timeout_s if each.timeout is None else each.timeout
+        item = item._replace(deadline=Deadline.after(timeout_s))
         try:
-            call = dispatch(self._sender, self._owner, self.method, recipients, columns, {}, each, may_wait=may_wait)
+            call = dispatch(self._core, self._owner, self.method, recipients, columns, {}, each, blocks=not may_wait)
         except EpochError:  # the worker has left since it was chosen
             self._again.appendleft((item.position, item.value))
             self._drop_departed()
@@ -221,17 +216,6 @@ class _Balancer:
         self._turn += 1
         self._loads[item.rank] += 1
         self._sent[call] = item
-        if call.sending is None:
-            self._await_answer(call)
-        else:
-            call.sending.add_done_callback(lambda _: self._await_answer(call))
-
-    def _await_answer(self, call: Execution) -> None:
-        """Let the answer of a call that has been sent, or None if it could not be sent, arrive."""
-        if call.send_state is SendState.FAILED:
-            self._arrived.put((call, None))
-        else:
-            call.futures[0].future().add_done_callback(lambda answer: self._arrived.put((call, answer)))
 
     async def wait_for_finished(self, on: Waiter) -> _Finished:
         """Wait until an item has finished; return all that have finished by then."""
@@ -239,47 +223,48 @@ class _Balancer:
             unsent, self._unsent = self._unsent, []
             return unsent
         oldest = next(iter(self._sent))
-        deadline = oldest.order.deadline
-        until = deadline.sooner(Deadline.after(REPORT_EVERY_S))
-        arrived: dict[Execution, Future[Any] | None] = {}
-        while not arrived:
-            self._sender.roster.check_connected()  # a Ray that has been shut down answers nothing
-            arrived = dict(await on.arrived(self._arrived, until.left(at_most=CONNECTED_EVERY_S) or 0.0))
-            if until.passed:
-                break
+        until = self._deadline_of(oldest)
+        report = Deadline.after(REPORT_EVERY_S)
+        arrived: list[Call] = []
+        while not arrived and not until.passed:
+            self._core.roster.check_connected()  # a Ray that has been shut down answers nothing
+            arrived = await on.finished(self._sent, until.left(at_most=CONNECTED_EVERY_S) or 0.0)
+            if not arrived and report.passed:
+                report = Deadline.after(REPORT_EVERY_S)
+                await on.apart(self._report, oldest)
         finished: _Finished = []
         # Also when others are done: an item that hangs must be noticed while the others continue.
-        if not arrived or (deadline.passed and oldest not in arrived):
-            try:
-                deadline = await on.apart(oldest.check_late, deadline)
-            except CallTimeoutError as error:
-                finished = self._fail(oldest, error)
-            else:  # when only its value is on the way, there is no deadline any more
-                left = deadline.left(at_most=CONNECTED_EVERY_S) or 0.0
-                arrived = arrived or dict(await on.arrived(self._arrived, left))
-        # Each arrival is taken once, so all are settled here, without the items that have been given up.
-        for call in sorted(arrived.keys() & self._sent.keys(), key=lambda call: self._sent[call].position):
-            finished += await self.settle(call, arrived[call], on)
+        if until.passed and oldest not in arrived:
+            arrived.append(oldest)
+        for call in sorted(arrived, key=lambda call: self._sent[call].position):
+            finished += await self.settle(call, on)
         return finished
 
-    async def settle(self, call: Execution, answer: Future[Any] | None, on: Waiter) -> _Finished:
+    def _deadline_of(self, call: Call) -> Deadline:
+        """Return the deadline of an item, which counts from its call."""
+        return self._sent[call].deadline
+
+    def _report(self, call: Call) -> None:
+        """Log what the worker of an item is doing."""
+        for outcome in call.outcomes(timeout=0.0):
+            if isinstance(outcome.error, CallTimeoutError):
+                logger.warning("%s", outcome.error)
+
+    async def settle(self, call: Call, on: Waiter) -> _Finished:
         """Return the position and the result of an item that has finished; nothing if it has to be repeated."""
         try:
-            if answer is None or answer.exception() is not None:
-                result = await call.results(on)  # it explains the error, or repeats the call
-            else:
-                result = call.shape([answer.result()])
+            result = call.result() if on.blocks else await call
         except Exception as error:  # noqa: BLE001  any exception of the worker
             return self._fail(call, error)
         return [(self._release(call).position, result)]
 
-    def _release(self, call: Execution) -> _Item:
+    def _release(self, call: Call) -> _Item:
         item = self._sent.pop(call)
         if item.rank in self._loads:
             self._loads[item.rank] -= 1
         return item
 
-    def _fail(self, call: Execution, error: Exception) -> _Finished:
+    def _fail(self, call: Call, error: Exception) -> _Finished:
         """Return the position and the error of an item; nothing if it is repeated. After a `_Failure`, send no more."""
         item = self._release(call)
         if isinstance(error, WorkerFailureError):
@@ -288,7 +273,8 @@ class _Balancer:
         if not self._options.return_exceptions:
             self._failed = True
             return [(item.position, _Failure(error))]
-        call.withdraw(force=False)
+        if isinstance(error, CallTimeoutError) and error.reason:  # it has not been sent
+            call.cancel()
         return [(item.position, error)]
 
     def _handle_loss(self, item: _Item, error: WorkerFailureError) -> _Finished:
@@ -311,13 +297,15 @@ class _Balancer:
 
     def close(self) -> None:
         """Cancel the unfinished items."""
-        if not self._sender.roster.connected:
+        sent, self._sent = self._sent, {}
+        if not self._core.roster.connected:
             return
-        waiting: dict[int, list[ObjectRef]] = {}
-        for call, item in self._sent.items():
-            if not call.withdraw(force=False):
+        waiting: dict[int, list[Any]] = {}
+        for call, item in sent.items():
+            if call.sending is not None and not call.done():
+                call.cancel()  # it may not be sent yet
+            elif call.sending is None:
                 waiting.setdefault(item.rank, []).append(call.futures[0])
-        self._sent.clear()
         while waiting:  # an item of each worker at a time: one request a node
-            self._sender.cancel({rank: refs.pop() for rank, refs in waiting.items()}, self.method.name, force=False)
+            self._core.cancel({rank: refs.pop() for rank, refs in waiting.items()}, self.method.name, force=False)
             waiting = {rank: refs for rank, refs in waiting.items() if refs}

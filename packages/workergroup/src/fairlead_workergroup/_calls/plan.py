@@ -214,12 +214,12 @@ class CallPlan(Recipients):
     mesh: Mesh
     coordinate_0: tuple[str, ...]  # axes along which only coordinate 0 is called
 
-    def column(self, what: str, value: Any) -> Column:
+    def column(self, value: Any) -> Column:
         """Return an argument as a column. It is replicated unless it is a `Shard` or a `PerWorker`."""
         if isinstance(value, Shard):
             return self._shard_column(value)
         if isinstance(value, PerWorker):
-            return column_per_worker(what, value.values, len(self.called))
+            return column_per_worker(value.values, len(self.called))
         return Column([value])
 
     def _shard_column(self, shard: Shard) -> Column:
@@ -233,12 +233,15 @@ class CallPlan(Recipients):
             if len(pieces) != n_pieces:
                 raise ValueError(f"{len(pieces)} results, but {n_pieces} pieces along {list(shard.axes)}")
         else:
-            pieces = layout.pieces(shard.values)
+            try:
+                pieces = layout.pieces(shard.values)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{error} {_explain_shard(self.mesh, shard)}") from None
         return Column(pieces, _piece_index(self.mesh, shard.axes, self.coordinate_0))
 
     def explain(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallExplanation:
         """Return what a call with this plan would do. Nothing is stored or called."""
-        columns, named = make_columns(args, kwargs, self.column)
+        columns, named = make_columns(method, args, kwargs, self.column)
         method.check(len(args), tuple(kwargs))
         names = [f"argument {at}" for at in range(len(args))] + list(kwargs)
         arguments = list(zip([*args, *kwargs.values()], [*columns, *named.values()], strict=True))
@@ -272,35 +275,45 @@ def _is_reference(value: Any) -> bool:
     return isinstance(value, (ObjectRef, PassedOn))
 
 
-def column_per_worker(what: str, values: Any, count: int) -> Column:
+def _explain_shard(mesh: Mesh, shard: Shard) -> str:
+    """Return what the values of a `Shard` have to be."""
+    axes = ", ".join(map(repr, shard.axes))
+    sizes = [mesh.sharding.get_axis_size(axis) for axis in shard.axes]
+    if len(sizes) > 1:
+        levels = " of ".join(f"{size} for {axis!r}" for axis, size in zip(shard.axes, sizes, strict=True))
+        return f"Shard(values, {axes}) takes nested sequences, one level for each axis: {levels}."
+    return (
+        f"Shard(values, {axes}) takes one piece for each of the {sizes[0]} coordinates along {axes}: split the values "
+        f"into {sizes[0]} pieces, an array for example with numpy.array_split(values, {sizes[0]})."
+    )
+
+
+def column_per_worker(values: Any, count: int) -> Column:
     """Return the column in which each of `count` called workers gets its own value from a sequence."""
     if isinstance(values, PassedOn):
         values = values.as_arguments()
     elif isinstance(values, (str, bytes)) or hasattr(values, "keys") or not hasattr(values, "__getitem__"):
-        raise TypeError(f"{what} must be a list with a value per worker called, got {type(values).__name__}")
+        raise TypeError(f"it must be a list with a value per worker called, got {type(values).__name__}")
     if len(values) != count:
-        raise ValueError(f"{what} has {len(values)} values, but {count} workers are called")
+        raise ValueError(f"it has {len(values)} values, but {count} workers are called: give one for each, by rank")
     return Column([values[at] for at in range(count)], range(count))
 
 
 def make_columns(
-    args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[str, Any], Column], method: str = ""
+    method: Method, args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[Any], Column]
 ) -> tuple[list[Column], dict[str, Column]]:
-    """Return the arguments of a call as columns, each made from its description in errors and its value."""
+    """Return the arguments of a call as columns, each made from its value; errors name the argument and the method."""
 
-    def column(what: str, value: Any) -> Column:
+    def column(name: str | int, value: Any) -> Column:
         try:
-            return make(what, value)
+            return make(value)
         except (TypeError, ValueError) as error:
-            error.add_note(f"in {what}{f' of {method!r}' if method else ''}")
-            raise
+            if type(error) not in (TypeError, ValueError):  # raised by a class of the user
+                raise
+            raise type(error)(f"argument {name!r} of {method.name!r}: {error}") from None
 
-    columns, named = list[Column](), dict[str, Column]()
-    for at, value in enumerate(args):
-        columns.append(column(f"positional argument {at}", value))
-    for name, value in kwargs.items():
-        named[name] = column(f"argument {name!r}", value)
-    return columns, named
+    columns = [column(method.parameter(at), value) for at, value in enumerate(args)]
+    return columns, {name: column(name, value) for name, value in kwargs.items()}
 
 
 def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), discard: bool = False) -> CallPlan:

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ray import ObjectRef, ObjectRefGenerator
+from ray.exceptions import RayError
 
-from .. import _world
-from .._ray_private import actor_id_of_ref
-from .._transport.futures import ON_THREAD, REPORT_EVERY_S, block, end_of, is_stream, short_traceback, task_of_future
+from .._ray_private import end_of, is_stream
+from .._transport import replies
+from .._transport.replies import task_of
+from .._transport.wait import REPORT_EVERY_S, drain, get_all, short_traceback
 from .._world import Deadline
 from ..exceptions import CallTimeoutError
-from .errors import explain_failure
+from .core import Core
+from .losses import diagnose
 from .plan import split_positions
-from .sender import Sender
 
 logger = logging.getLogger(__name__)
 
@@ -103,20 +105,24 @@ class ClassicFutures:
     ObjectRefs have no time, and the deadline of a call counts from the call.
     """
 
-    def __init__(self, sender: Sender) -> None:
-        self.sender = sender
+    def __init__(self, core: Core) -> None:
+        self.core = core
         self._made: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
     def add(self, futures: Sequence[Any], method: str, began: float) -> None:
         """Remember the futures of a call."""
-        self._made.update((task_of_future(future), (method, began)) for future in futures)
+        self._made.update((task_of(future), (method, began)) for future in futures)
         while len(self._made) > MOST_SUBMITTED:
             self._made.popitem(last=False)
+
+    def name_of(self, futures: Sequence[Any]) -> str:
+        """Return the name of the method that some futures are of; "" if it is unknown."""
+        return next((made[0] for one in futures if (made := self._made.get(task_of(one))) is not None), "")
 
     def remove(self, futures: Sequence[Any]) -> None:
         """Forget futures whose results have been fetched."""
         for future in futures:
-            self._made.pop(task_of_future(future), None)
+            self._made.pop(task_of(future), None)
 
     def has_any_of(self, actor_id: str) -> bool:
         """Return whether an actor has futures that the group has not fetched: then its user fetches them."""
@@ -124,18 +130,18 @@ class ClassicFutures:
 
     def first_deadline(self, futures: Sequence[Any], otherwise: float) -> Deadline:
         """Return the first deadline of some futures; the time of unknown futures is `otherwise`."""
-        limit = self.sender.call_timeout_s
+        limit = self.core.call_timeout_s
         if limit is None or not futures:
             return Deadline()
-        return Deadline(min(self._made.get(task_of_future(future), ("", otherwise))[1] for future in futures) + limit)
+        return Deadline(min(self._made.get(task_of(future), ("", otherwise))[1] for future in futures) + limit)
 
     def late_error(self, pending: Sequence[ObjectRef], called: int, otherwise: float) -> CallTimeoutError:
         """Return the error that names the workers that have not finished the calls behind these refs."""
         method, began = min(
-            (self._made.get(task_of_future(ref), ("a method", otherwise)) for ref in pending), key=lambda made: made[1]
+            (self._made.get(task_of(ref), ("a method", otherwise)) for ref in pending), key=lambda made: made[1]
         )
-        workers = [self.sender.roster.find(actor_id_of_ref(ref)) for ref in pending]
-        late = self.sender.late_workers(sorted({facts.rank for facts in workers if facts is not None}))
+        workers = [self.core.roster.find(replies.actor_of(ref)) for ref in pending]
+        late = self.core.late_workers(sorted({facts.rank for facts in workers if facts is not None}))
         return CallTimeoutError(method, time.monotonic() - began, called, late)
 
 
@@ -146,9 +152,9 @@ def fetch(
 
     The `silent` futures are waited for and not fetched. With a group, its timeout holds, and errors name ranks.
     """
-    sender = None if group is None else group.sender
-    if sender is not None:
-        sender.roster.check_connected()
+    core = None if group is None else group.core
+    if core is not None:
+        core.roster.check_connected()
     for future in futures:
         if not isinstance(future, (ObjectRef, ObjectRefGenerator)):
             raise TypeError(f"expected an ObjectRef or a generator of them, got {type(future).__name__}")
@@ -161,16 +167,16 @@ def fetch(
     refs: list[ObjectRef] = []
     try:
         if streams:
-            block(ON_THREAD.drain({**streams, **dict.fromkeys(singles)}, lambda: wait.deadline, wait.check_late))
+            drain({**streams, **dict.fromkeys(singles)}, lambda: wait.deadline, wait.check_late)
         slots = [slot for future in futures for slot in streams.get(future, [future])]
         refs = [slot for slot in slots if not is_stream(slot)]
-        values = block(ON_THREAD.all([*refs, *waited_for], wait.deadline, wait.check_late))[: len(refs)]
+        values = get_all([*refs, *waited_for], wait.deadline, wait.check_late)[: len(refs)]
     except CallTimeoutError:
         _items_before_deadline.update(streams)
         raise
-    except Exception as error:  # noqa: BLE001  any exception of a worker
+    except RayError as error:  # every exception of a worker
         ends = [*(generator.completed() for generator in streams), *(items[-1] for items in streams.values() if items)]
-        raise explain_failure(list(dict.fromkeys([*singles, *ends])), error, sender)  # noqa: B904  chained there
+        raise diagnose(list(dict.fromkeys([*singles, *ends])), error, core, group.name_of(futures) if group else "")  # noqa: B904  chained there
     if group is not None:
         group.remove([*streams, *singles])
     left = iter(values)
@@ -194,7 +200,7 @@ class _Wait:
     def check_late(self, _: Deadline) -> Deadline:
         """Return the first deadline of the futures that are not ready; log them every `REPORT_EVERY_S` seconds."""
         ends = {end_of(future): future for future in self._futures}
-        pending = _world.current.wait(list(ends), num_returns=len(ends), timeout=0, fetch_local=False)[1]
+        pending = replies.wait(list(ends))[1]
         self.deadline = self._first_deadline([ends[ref] for ref in pending])
         if self._group is not None and pending:
             if self.deadline.passed:

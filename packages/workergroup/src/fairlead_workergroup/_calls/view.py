@@ -8,12 +8,12 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 from fairlead_sharding import NamedSharding
 
 from .._transport.arguments import PerWorker, Shard
-from .._transport.futures import ResultStream
+from .._transport.wait import ResultStream
 from ..exceptions import EpochError
 from .call import Call, dispatch
+from .core import Core
 from .map import MapOptions, Strategy, map_items
-from .plan import Axes, CallExplanation, CallOptions, Mesh, Selection, make_columns, make_plan, select
-from .sender import Sender
+from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_columns, make_plan, select
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -36,7 +36,7 @@ class ViewOptions(TypedDict, total=False):
 class Target:
     """The workers that a call goes to."""
 
-    sender: Sender
+    core: Core
     mesh: Mesh
     sharding: NamedSharding  # the axes of the whole group that the mesh was made from
     map_options: MapOptions
@@ -50,7 +50,7 @@ class Target:
 
     def follow(self) -> "Target":
         """Return the same workers on the present axes of the group; raise `EpochError` if it lacks some of them."""
-        now = self.sender.roster.now
+        now = self.core.roster.now
         mesh = Mesh(now.sharding)
         for selection in self.path:
             mesh = selection.apply(mesh, now.resizes)
@@ -65,25 +65,24 @@ class Target:
         kwargs: Mapping[str, Any],
     ) -> Call:
         """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive until its end."""
-        target = self
-        while True:
-            plan = make_plan(target.mesh, options)
-            columns, named = make_columns(args, kwargs, plan.column)
-            try:
-                return Call(
-                    dispatch(self.sender, owner, method, plan, columns, named, options, sharding=target.sharding)
-                )
-            except EpochError:
-                # Another thread has resized the group. Values that were split for its size before cannot be sent.
-                if any(isinstance(value, (Shard, PerWorker)) for value in (*args, *kwargs.values())):
-                    raise
-                target = target.follow()
+        called = self.core.described.worker_class.find(method)
+        plan = make_plan(self.mesh, options)
+        columns, named = make_columns(called, args, kwargs, plan.column)
+
+        def plan_again() -> tuple[CallPlan, NamedSharding]:
+            target = self.follow()
+            return make_plan(target.mesh, options), target.sharding
+
+        # Values that were split for the size that the group had cannot be sent when it has another one.
+        is_split = any(isinstance(value, (Shard, PerWorker)) for value in (*args, *kwargs.values()))
+        replan = None if is_split else plan_again
+        return dispatch(self.core, owner, called, plan, columns, named, options, sharding=self.sharding, replan=replan)
 
     def explain(
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallExplanation:
         """Explain a call; see `GroupView.explain`."""
-        called = self.sender.described.worker_class.method(method)
+        called = self.core.described.worker_class.method(method)
         return make_plan(self.mesh, options).explain(called, args, kwargs)
 
 
@@ -104,9 +103,9 @@ class AddressedWorkers:
     def _find_target(self, *, renew: bool = True) -> Target:
         """Return the workers that calls go to, on the present axes; with `renew`, also if another process resizes."""
         target = self._own_target
-        if renew and not target.sender.is_owner:
-            target.sender.renew()
-        if target.sender.roster.now.sharding is not target.sharding:
+        if renew and not target.core.is_owner:
+            target.core.renew()
+        if target.core.roster.now.sharding is not target.sharding:
             target = self._own_target = target.follow()
         return target
 
@@ -177,10 +176,6 @@ class AddressedWorkers:
 
         The `retries` and the `timeout` of `with_options` hold for each item; its other options have no meaning here.
 
-        Values are unpickled in the thread that receives them, and other answers need that thread too. A value whose
-        `__setstate__` calls `ray.get`, or waits for another call, may block it for ever: fetch such values with
-        `call(...).result()`, which unpickles them in the caller's thread.
-
         Args:
             method: its name, or a function, as for `call`; an item is its only argument.
             items: the items, one for each call.
@@ -218,7 +213,7 @@ class AddressedWorkers:
                 f"map gives each item to one worker, so the options {given} of this view have no meaning. Use a view "
                 "without them."
             )
-        now, all_ranks = target.sender.roster.now, target.mesh.ranks
+        now, all_ranks = target.core.roster.now, target.mesh.ranks
         ranks = [rank for rank in all_ranks if now[rank].place.tied_rank == 0] or all_ranks
         each = CallOptions((), timeout=options.timeout if timeout is None else timeout, retries=options.retries)
         map_options = replace(
@@ -230,7 +225,7 @@ class AddressedWorkers:
             return_exceptions=return_exceptions,
             each=each,
         )
-        return map_items(target.sender, self._owner, ranks, method, items, map_options)
+        return map_items(target.core, self._owner, ranks, method, items, map_options)
 
 
 class GroupView(AddressedWorkers):
@@ -255,12 +250,12 @@ class GroupView(AddressedWorkers):
         try:
             target = self._target
         except EpochError as error:
-            return f"GroupView({self._own_target.sender.roster.name_prefix!r}, {error})"
+            return f"GroupView({self._own_target.core.roster.name_prefix!r}, {error})"
         ranks = target.mesh.ranks
         options = "" if target.options is None else f", {target.options}"
         shape = {} if target.mesh.single else target.mesh.sharding.shape
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        return f"GroupView({target.sender.roster.name_prefix!r}, {shape}, ranks [{shown}]{options})"
+        return f"GroupView({target.core.roster.name_prefix!r}, {shape}, ranks [{shown}]{options})"
 
     @property
     def ranks(self) -> list[int]:
@@ -281,7 +276,7 @@ class GroupView(AddressedWorkers):
     @property
     def workers(self) -> list[Any]:
         """The actor handles of the workers, by ascending rank; empty after the shutdown of the group."""
-        workers = self._target.sender.roster.handles  # a shutdown on another thread replaces the list
+        workers = self._target.core.roster.handles  # a shutdown on another thread replaces the list
         return [workers[rank] for rank in self.ranks] if workers else []
 
     def call(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:

@@ -17,7 +17,7 @@ from .._observe.evidence import check_head
 from .._observe.head import alive_nodes, read_placement_group
 from .._observe.publications import ANSWER_S
 from .._start.layout import choose_slots, move_places, resize_places
-from .._world import Deadline
+from .._world import NEVER, Deadline
 from ..exceptions import WorkerFailure, WorkerFailureError, WorkerStartError
 from .launcher import Launcher, LaunchPlan
 from .moves import PreparedProcess, check_alike, check_slots, prepare_processes
@@ -103,7 +103,7 @@ class Crew:
         is_new = plan.new_port and not self._resources.has_one_port
         needs_port = is_new or lease is None or lease.node_id != moved[0].slot.node_id
         if needs_port and survives:  # those that keep running use the present one until then
-            self._resources.lease_next_port(moved[0].slot)
+            self._resources.lease_next_port(moved[0].slot, deadline)
         return Staging(before.epoch + 1, moved, launch, targets, needs_port and not survives, slots)
 
     def start(
@@ -117,7 +117,7 @@ class Crew:
         started = self._launcher.start(
             staged.launch,
             ranks,
-            lease=lambda: self._lease(staged),
+            lease=lambda: self._lease(staged, deadline.sooner(Deadline.after(self._launcher.spec.start_timeout_s))),
             epoch=staged.epoch,
             processes={rank: one.worker for rank, one in taken.items()},
             deadline=deadline,
@@ -163,9 +163,9 @@ class Crew:
         elif self._roster.handles:
             self._resources.keep_slots([place.slot for place in self._roster.now.places])
 
-    def _lease(self, staged: Staging) -> PortLease:
+    def _lease(self, staged: Staging, deadline: Deadline = NEVER) -> PortLease:
         """Return the lease of the master port of the next epoch."""
-        return self._resources.next_lease or self._resources.lease_master_port(staged.places[0].slot)
+        return self._resources.next_lease or self._resources.lease_master_port(staged.places[0].slot, deadline)
 
     def _undo_start(self, ranks: Sequence[int]) -> None:
         """End what has been started for an epoch that has not begun."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests of a change to workers that keep running, through the queue of their calls."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,9 +13,7 @@ from .._membership.model import Member
 from .._observe.display import Bar
 from .._observe.evidence import judge_errors
 from .._observe.query import late_workers
-from .._ray_private import still_referenced
 from .._remote.facts import apply_facts, do_nothing
-from .._transport.futures import end_of
 from .._world import NEVER, Deadline
 from ..exceptions import LateWorker, WorkerFailure
 from .launcher import Launcher
@@ -24,8 +22,6 @@ from .launcher import Launcher
 OTHERS_S = 10.0
 # How often a wait for calls looks whether it is to be given up.
 LOOK_EVERY_S = 0.2
-# Finished calls are dropped whenever there are more than this, or twice the unfinished ones.
-MOST_NOTED = 4096
 
 
 @cache
@@ -40,59 +36,23 @@ def _send(
     """Send a function that runs between two calls of a worker; if its calls overlap, it waits until the deadline."""
     name, pickled = function.__name__, pickle_function(function)
     if concurrent:
-        within_s = deadline.left(at_most=3600.0)
-        ref: ObjectRef = member.handle._fairlead_function_alone.remote(within_s, name, pickled, *args)
+        how = {"method": name, "function": True, "alone": deadline.left(at_most=3600.0)}
+        ref: ObjectRef = member.handle._fairlead_call.remote(how, pickled, *args)
     else:
         ref = member.handle._fairlead_apply.remote(name, pickled, *args)
     return ref
 
 
-class OverlappingCalls:
-    """The unfinished calls of workers whose async methods overlap. The lock of those who send protects it.
-
-    Ray delivers a call to such a worker when its arguments are there, which may be after a request that was sent later.
-    """
-
-    def __init__(self) -> None:
-        self._ends: list[bytes] = []  # their ids, which keep nothing alive
-        self._most = MOST_NOTED
-
-    def note(self, futures: Iterable[Any]) -> None:
-        """Note a call that has been sent, given by the future of each worker."""
-        if len(self._ends) >= self._most:
-            self._most = max(MOST_NOTED, 2 * self._forget_finished(0.0))
-        self._ends += [end_of(future).binary() for future in futures]
-
-    def wait(self, deadline: Deadline) -> bool:
-        """Wait for all calls whose results somebody still refers to; return whether they end by the deadline."""
-        return not self._forget_finished(deadline.left())
-
-    def _forget_finished(self, timeout_s: float | None) -> int:
-        """Wait for the calls, forget those that have finished, and return the number of the others."""
-        noted = still_referenced(self._ends) if self._ends else []
-        unfinished: list[Any] = []
-        if noted:
-            _, unfinished = _world.current.wait(noted, num_returns=len(noted), timeout=timeout_s, fetch_local=False)
-        self._ends = [end.binary() for end in unfinished]
-        return len(unfinished)
-
-
 class Delivery:
     """Make these requests for the owner of the membership."""
 
-    def __init__(self, launcher: Launcher, overlapping: OverlappingCalls) -> None:
+    def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        self._overlapping = overlapping
 
     def quiesce(
-        self, members: Sequence[Member], deadline: Deadline, check: Callable[[], None], *, all_calls: bool
+        self, members: Sequence[Member], deadline: Deadline, check: Callable[[], None]
     ) -> tuple[LateWorker, ...]:
-        """Wait until the calls of these workers have ended; return those that are late."""
-        if all_calls:
-            # A worker that leaves may hang in a call, so half of the time is for the others.
-            half = Deadline.after(None if deadline.at is None else (deadline.left() or 0.0) / 2)
-            while not self._overlapping.wait(half.sooner(Deadline.after(LOOK_EVERY_S))) and not half.passed:
-                check()
+        """Wait until the calls of these workers that have begun have ended; return those that are late."""
         refs = self._drain(members, deadline)
         errors, late = self.wait_for(refs, deadline, "Waiting for calls", check, patient=True)
         # A worker that is lost now is found when the facts are sent to it.

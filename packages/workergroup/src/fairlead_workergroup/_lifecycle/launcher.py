@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fairlead_placement import PortLease, RayVirtualCluster, Slot
-from fairlead_placement.spi import group_pairs, head_deadline
+from fairlead_placement.extension import group_pairs, head_deadline
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from .._membership.facts import WorkerFacts
 from .._membership.model import Place, Started, configure_ask
 from .._observe.memory import MemoryLimit
+from .._observe.query import WorkerLook, look_at_starts
 from .._observe.registration import Registration, actor_name
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
@@ -128,7 +129,6 @@ class Launcher(Described):
             spec.token,
             self.worker_class.name,
             methods=self.worker_class.to_dict(),
-            on_loss=None if spec.memory_limit is None else spec.memory_limit.guard_again,
         )
 
     def release(self) -> None:
@@ -278,13 +278,17 @@ class Launcher(Described):
         plans = [plan.workers[rank] for rank in actors]
         timeout_s, name = self._time_left(deadline), self._roster.name_prefix
         handles = [one.handle for one in actors.values()]
-        answers = wait_started(refs, plans, actors=handles, name=name, timeout_s=timeout_s, check=check)
+
+        def look(late: Sequence[WorkerPlan]) -> list[WorkerLook | None]:
+            return look_at_starts([actors[worker.place.rank] for worker in late])
+
+        answers = wait_started(refs, plans, actors=handles, name=name, timeout_s=timeout_s, check=check, look=look)
         started = []
         for worker, one, answer in zip(plans, actors.values(), answers, strict=True):
             process = {"pid": answer["pid"], "started": answer["started"]}
             self.resources.add({worker.place.rank: dataclasses.replace(one, node_id=answer["node_id"], **process)})
-            process["actor_id"] = actor_id_of(one.handle)
-            started.append(Started(one.handle, worker.place, dataclasses.replace(worker.process, **process)))
+            identity = {**process, "actor_id": actor_id_of(one.handle), "log": answer["log"]}
+            started.append(Started(one.handle, worker.place, dataclasses.replace(worker.process, **identity)))
         return started
 
 

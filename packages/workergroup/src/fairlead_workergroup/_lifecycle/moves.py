@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import ray
 
 from fairlead_placement import Slot
-from fairlead_placement.spi import head_deadline
+from fairlead_placement.extension import head_deadline
 
 from .._remote.facts import warm_up
 from .._remote.process import mark_of

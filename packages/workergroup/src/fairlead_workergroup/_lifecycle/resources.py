@@ -18,12 +18,14 @@ from fairlead_placement import (
     Slot,
     lease_ports,
 )
-from fairlead_placement.spi import SlotClaim, claim_slots
+from fairlead_placement.extension import SlotClaim, claim_slots
 
 from .._membership.roster import Roster
 from .._observe.head import alive_nodes, draining_nodes
+from .._observe.memory import MemoryLimit
 from .._observe.registration import Registration
 from .._start.layout import choose_slots
+from .._world import NEVER, Deadline
 from .shutdown import RunningWorker, kill_and_wait
 
 logger = logging.getLogger(__name__)
@@ -36,9 +38,18 @@ def usable_slots(slots: Iterable[Slot]) -> list[Slot]:
     return [slot for slot in slots if slot.node_id in nodes]
 
 
-def _lease(slot: Slot, ports: tuple[int, int] | None) -> PortLease:
-    bounds = {} if ports is None else {"low": ports[0], "high": ports[1]}
-    ((lease,),) = lease_ports([slot], **bounds)
+# For a request about ports without a deadline of its own.
+PORTS_S = 60.0
+# An agent that is late releases the port later, so nobody has to wait longer.
+RELEASE_S = 1.0
+
+
+def _lease(slot: Slot, ports: tuple[int, int] | None, deadline: Deadline) -> PortLease:
+    left_s = deadline.left(at_most=PORTS_S) or 0.0
+    if ports is None:
+        ((lease,),) = lease_ports([slot], timeout_s=left_s)
+    else:
+        ((lease,),) = lease_ports([slot], low=ports[0], high=ports[1], timeout_s=left_s)
     return lease
 
 
@@ -52,6 +63,7 @@ class Resources:
     lease: PortLease | None = None  # of the master port
     next_lease: PortLease | None = None  # of the master port of the next epoch, while a resize starts it
     registration: Registration | None = None
+    memory_limit: MemoryLimit | None = None
     gave_all_back: bool = True  # so far, without a failure
     closed: bool = False  # whether the release has begun
     _workers: dict[int, RunningWorker] = field(default_factory=dict)
@@ -110,10 +122,10 @@ class Resources:
         for key in [key for key in self._claims if key not in kept]:
             self._claims.pop(key).release()
 
-    def lease_master_port(self, slot: Slot) -> PortLease:
+    def lease_master_port(self, slot: Slot, deadline: Deadline = NEVER) -> PortLease:
         """Return the lease of the master port; lease one on the node of a slot if there is none."""
         if self.lease is None:
-            self.lease = self._lease_master_port(slot)
+            self.lease = self._lease_master_port(slot, deadline)
         return self.lease
 
     @property
@@ -121,11 +133,11 @@ class Resources:
         """Whether the master port is the same in all epochs."""
         return self.master_ports is not None and self.master_ports[0] == self.master_ports[1]
 
-    def _lease_master_port(self, slot: Slot) -> PortLease:
+    def _lease_master_port(self, slot: Slot, deadline: Deadline) -> PortLease:
         if self.master_ports is None:
-            return _lease(slot, self.ports)
+            return _lease(slot, self.ports, deadline)
         try:
-            return _lease(slot, self.master_ports)
+            return _lease(slot, self.master_ports, deadline)
         except PortUnavailableError as error:
             error.add_note(
                 "It is the WorkerOptions(master_port=...) of a group. Give another port or range, or leave it out, and "
@@ -133,9 +145,9 @@ class Resources:
             )
             raise
 
-    def lease_next_port(self, slot: Slot) -> None:
+    def lease_next_port(self, slot: Slot, deadline: Deadline) -> None:
         """Lease the master port of the next epoch on the node of a slot, beside the present one."""
-        self.next_lease = self._lease_master_port(slot)
+        self.next_lease = self._lease_master_port(slot, deadline)
 
     def take_next_port(self) -> None:
         """Use the master port of the next epoch from now on, and release the one before."""
@@ -143,7 +155,7 @@ class Resources:
             raise self.roster.ended_error()
         if (before := self.lease) is not None:
             try:
-                before.release()
+                before.release(timeout_s=RELEASE_S)
             except PlacementError as error:  # the epoch has begun, and does not need the port
                 logger.warning("Cannot release the port of an earlier epoch: %s", error)
         self.lease, self.next_lease = self.next_lease, None
@@ -162,7 +174,7 @@ class Resources:
         lease: PortLease | None = getattr(self, name)
         try:
             if lease is not None:
-                lease.release()
+                lease.release(timeout_s=RELEASE_S)
         except PlacementError:
             setattr(self, name, None)
             raise
@@ -193,11 +205,12 @@ class Resources:
         with self._ending:
             self.closed = True
             workers, self._workers = self._workers, {}
-            registration = self.registration
+            registration, limit = self.registration, self.memory_limit
             steps: dict[str, Callable[[], list[str] | None]] = {
                 "end the workers": lambda: kill_and_wait(workers) if workers else None,
                 "release the port": self.release_port,
                 "withdraw the registration": lambda: None if registration is None else registration.withdraw(),
+                "end the memory guards": lambda: None if limit is None else limit.release(),
             }
             for name, step in steps.items() if self.roster.connected else ():
                 try:

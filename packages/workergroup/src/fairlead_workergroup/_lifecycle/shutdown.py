@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import choose_alive, collect, group_pairs, head_deadline, run_on_nodes, wait_until
+from fairlead_placement.extension import choose_alive, collect, group_pairs, head_deadline, run_on_nodes, wait_until
 
 from .._observe.head import actors_being_made, draining_nodes
 from .._observe.query import ask_nodes
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MADE_S = 5.0
 # How often a wait for a cleanup looks whether it is to be given up.
 LOOK_EVERY_S = 0.2
-# How long the agents wait for a worker that Ray does not end, and for children that do not end.
+# How long the nodes wait for a worker that Ray does not end, and for children that do not end.
 GONE_S = 20.0
 # The time for a last request to the nodes once that is over.
 LAST_LOOK_S = 5.0
@@ -74,7 +74,7 @@ def kill_and_wait(workers: Mapping[int, RunningWorker]) -> list[str]:
     """End workers, given by rank, and all that they have started; log and return descriptions of what is left.
 
     Rank 0 has the store of torch.distributed, so it is ended when the processes of the others are gone. If Ray's head
-    does not answer, the agents of the nodes end the processes.
+    does not answer, functions on the nodes end the processes.
     """
     others = [worker for rank, worker in sorted(workers.items(), reverse=True) if rank]
     first = [worker for rank, worker in workers.items() if not rank]
@@ -177,7 +177,7 @@ def _end_trees(
             if not isinstance(answer, Exception)
             for pid, _ in answer
         ]
-        # Ray starts no agent on a node that drains, and the node ends by itself.
+        # Ray starts no task on a node that drains, and the node ends by itself.
         for node_id in silent.keys() & set(_draining_nodes() if silent else ()):
             logger.warning(
                 "Cannot look for processes of workers on node %s, which drains; they end with it at the latest: %s",
@@ -186,7 +186,9 @@ def _end_trees(
             )
         # A node that does not answer may be about to go.
         if left or not silent or time.monotonic() >= deadline:
-            return left + [f"workers on node {one[:8]}, whose agent reports: {error}" for one, error in silent.items()]
+            return left + [
+                f"workers on node {one[:8]}, which does not answer: {error}" for one, error in silent.items()
+            ]
         by_node = {node_id: by_node[node_id] for node_id in silent}
         time.sleep(pause)
         pause = min(2 * pause, 0.5)

@@ -61,14 +61,14 @@ class Teardown:
             self._turn.pop()
         except IndexError:
             return
-        self._membership.gate.wake()
+        self._membership.turns.refuse_waiting()
         clean = False
         try:
             clean = self._clean_up(cleanup_method, deadline)
         finally:
             try:
                 self._roster.end()
-                self._membership.gate.wake()
+                self._membership.turns.refuse_waiting()
                 self._launcher.release()
                 self._resources.give_back()
                 is_idle = self._membership.join(Deadline.after(JOIN_S))

@@ -14,17 +14,15 @@ from .model import WorkerProcess
 
 Source = Literal["memory-guard", "user", "ray-error", "node", "actor-state", "process"]
 Says = Literal["alive", "gone", "silent"]
-Look = Literal["known", "head", "node", "actor", "all"]
+Look = Literal["known", "guard", "cause", "head", "node", "all"]
 
 # The cause is the text of the first of these sources that gives one.
 _SOURCES: tuple[Source, ...] = ("memory-guard", "user", "ray-error", "node", "actor-state", "process")
 # These two sources know what ended the process. Otherwise the first of these kinds that a source names is the kind.
 _KNOW_THE_KIND = frozenset({"memory-guard", "user"})
-_KINDS: tuple[FailureKind, ...] = ("out-of-memory", "preempted", "node-lost", "killed")
+_KINDS: tuple[FailureKind, ...] = ("out-of-memory", "preempted", "node-lost", "shut-down", "exited", "killed")
 # Ray may take this long to notice a death that the node has noticed.
 NOTICED_S = 2.0
-# An actor that is asked as well is not kept waiting longer than this by the agent of its node.
-NODE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,6 @@ class Verdict:
     def names(self, *sources: Source) -> bool:
         """Return whether one of these sources says that it is gone."""
         return any(one.source in sources and one.says == "gone" for one in self.evidence)
-
-    def is_refused_since(self, moment: float) -> bool:
-        """Return whether a request to the actor has failed since then, without a word on whether the actor is dead."""
-        return any((one.source, one.says) == ("ray-error", "silent") and one.at >= moment for one in self.evidence)
 
     def failure(self) -> WorkerFailure:
         """Return the report of the loss."""
@@ -155,8 +149,8 @@ class Judge:
     ) -> dict[WorkerProcess, Verdict]:
         """Return the verdicts on processes, after a look at those that are not known to be lost.
 
-        "actor" asks the nodes and the actors; "all" asks the head, the nodes, and the actors for the causes; "known"
-        sends no request. Each may take `within_s`.
+        "guard" asks only the guards of memory, and "cause" the actors for what Ray knows. "all" asks the head, the
+        nodes, and the actors for the causes; "known" sends no request. Each may take `within_s`.
         """
         verdicts = {worker: self.tell(worker) for worker in workers}
 
@@ -168,17 +162,15 @@ class Judge:
         if (witnesses := self._witnesses) is not None:
             if look in ("head", "all"):
                 collect(witnesses.head, lambda one: not one.is_lost)
-            if look in ("node", "actor", "all"):
-                node_s = min(within_s, NODE_S) if look == "actor" else within_s
-                collect(witnesses.node, lambda one: not one.is_lost, node_s)
-            if look == "actor":
-                collect(witnesses.ray, lambda one: not one.is_lost)
+            if look in ("node", "all"):
+                collect(witnesses.node, lambda one: not one.is_lost)
+            if look == "cause":
+                collect(witnesses.ray, lambda one: not one.names("ray-error"))
             if look == "all":
                 collect(witnesses.ray, lambda one: one.names("actor-state") and not one.names("ray-error"))
-            if look in ("actor", "all"):
                 # What only the node has noticed, Ray may notice soon.
                 soon_s = min(within_s, NOTICED_S)
                 collect(witnesses.ray, lambda one: one.is_lost and not one.names("actor-state", "ray-error"), soon_s)
-            if look in ("node", "actor", "all"):
+            if look in ("guard", "node", "all"):
                 collect(witnesses.guard, lambda one: one.kind == "killed")
         return verdicts

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from fairlead_placement.spi import head_deadline
+from fairlead_placement.extension import head_deadline
 
 from .. import _world
 from .._world import NEVER, Deadline, wait_for_event
@@ -14,8 +14,8 @@ from ..exceptions import WorkerFailure, WorkerGroupError
 from .change import Change
 from .operations import CLUSTER_GONE, Operation, RestartLost, RestartPolicy
 from .phases import LEGAL, Phase
-from .ports import Crew, Hooks, Transport
-from .roster import Gate, Roster
+from .ports import Crew, Hooks, Transport, Turns
+from .roster import Roster
 from .steps import Steps
 
 _NEVER_RESTART = RestartPolicy(on_failure=False, max_restarts=0, scope="worker")
@@ -25,12 +25,19 @@ class FixedMembership:
     """The turns of calls in a group whose members this process does not change."""
 
     def __init__(self, policy: RestartPolicy = _NEVER_RESTART, remedy: str = "") -> None:
-        self.gate: Gate = Gate()
+        self.turns: Turns  # set by the calls of the group
         self.policy = policy
         self._remedy = remedy
 
     def restart_lost(self, deadline: Deadline) -> bool:
         """Restart lost workers for a call; return whether that was over by the deadline. It continues after that."""
+        return False
+
+    def begin_restart(self) -> None:
+        """Begin to restart lost workers for a call that waits for that."""
+
+    def runs_here(self) -> bool:
+        """Return whether the calling thread is the one that changes the group."""
         return False
 
     def describe_wait(self) -> str:
@@ -84,7 +91,7 @@ class Membership(FixedMembership):
 
     def begin(self, operation: Operation, deadline: Deadline = NEVER, *, is_shared: bool = False) -> Change:
         """Queue an operation, and return what it will become; with `is_shared` perhaps one that is on its way."""
-        if self._thread == _world.current.thread():
+        if self.runs_here():
             raise WorkerGroupError(
                 f"{operation.name} cannot be requested by what the present change of the group waits for. Request it "
                 "when that has ended."
@@ -106,6 +113,12 @@ class Membership(FixedMembership):
     def restart_lost(self, deadline: Deadline) -> bool:
         return self.begin(RestartLost(), is_shared=True).wait(deadline)
 
+    def begin_restart(self) -> None:
+        self.begin(RestartLost(), is_shared=True)
+
+    def runs_here(self) -> bool:
+        return self._thread == _world.current.thread()
+
     def describe_wait(self) -> str:
         running, ranks = self._running, self._roster.now.restarting
         if running is None:
@@ -119,7 +132,7 @@ class Membership(FixedMembership):
     def remedy(self, lost: Sequence[WorkerFailure]) -> str:
         if self._roster.ending:
             return "The group has been shut down. Create a new group."
-        if self._ports[0].lacks_cluster([failure.rank for failure in lost if failure.kind == "killed"]):
+        if any(failure.kind == "shut-down" for failure in lost):
             return CLUSTER_GONE
         return self.policy.remedy(self._roster.now, [failure.rank for failure in lost])
 
@@ -183,23 +196,28 @@ class Membership(FixedMembership):
             self._carry_out(change)
             self._enter(Phase.SERVING)
             return
-        goes_on = True
+        goes_on, failure = True, None
         with head_deadline(change.deadline.left()):
             while goes_on:
                 self._roster.check_alive()
                 self._enter(Phase.PREPARING)
                 try:
                     goes_on = self._carry_out(change)
+                except BaseException as error:
+                    failure = error
+                    raise
                 finally:
                     with contextlib.suppress(WorkerGroupError):  # the group ends
                         self._enter(Phase.BROKEN if self._roster.now.is_broken else Phase.SERVING)
-                    self.gate.open()
+                    # Calls of event loops that have waited may need a worker that is lost now.
+                    if self.turns.end_change(failure):
+                        self._queue.append(Change(RestartLost(), NEVER, self._roster, is_shared=True))
 
     def _carry_out(self, change: Change) -> bool:
         """Carry out the next plan of an operation; return whether there is another one after it."""
         plan = change.operation.plan(self._roster.now, self._ports[0])
         if plan is None:
             return False
-        steps = Steps(plan, change, self._roster, self._ports, enter=self._enter, gate=self.gate)
+        steps = Steps(plan, change, self._roster, self._ports, enter=self._enter, turns=self.turns)
         change.ranks += steps.run()
         return plan.again

@@ -52,6 +52,7 @@ class WorkerProcess:
         pid: its process; 0 before it has started.
         started: the tick that the process started at; -1 before it has started.
         actor_id: Ray's id of its actor; empty before it has started.
+        log: the path of its log file on its node; empty if that is unknown.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class WorkerProcess:
     pid: int = 0
     started: int = -1
     actor_id: str = ""
+    log: str = field(default="", compare=False)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -69,12 +71,11 @@ class WorkerProcess:
 
     def failure(self, kind: FailureKind, cause: str) -> WorkerFailure:
         """Return the report of the loss of this worker."""
-        return WorkerFailure(self.rank, kind, dict(self.coords), self.node_id, self.pid, cause)
+        return WorkerFailure(self.rank, kind, dict(self.coords), self.node_id, self.pid, cause, log=self.log)
 
     def __str__(self) -> str:
-        return (
-            f"rank {self.rank}{format_coords(self.coords)} on node {self.node_id[:8]} ({self.node_ip}), pid {self.pid}"
-        )
+        pid = f", pid {self.pid}" if self.pid else ""
+        return f"rank {self.rank}{format_coords(self.coords)} on node {self.node_id[:8]} ({self.node_ip}){pid}"
 
 
 def configure_ask(place: Place, num_gpus_per_node: int | None) -> dict[str, Any]:

@@ -60,9 +60,9 @@ class Transport(Protocol):
     """The requests of a change to workers that keep running."""
 
     def quiesce(
-        self, members: Sequence[Member], deadline: Deadline, check: Callable[[], None], *, all_calls: bool
+        self, members: Sequence[Member], deadline: Deadline, check: Callable[[], None]
     ) -> tuple[LateWorker, ...]:
-        """Wait until the calls of these workers have ended; return those that are late."""
+        """Wait until the calls of these workers that have begun have ended; return those that are late."""
 
     def send_facts(self, member: Member, changes: Mapping[str, Any], deadline: Deadline, *, alone: bool) -> Any:
         """Send a worker the facts that change, through the queue of its calls; return a future."""
@@ -79,15 +79,28 @@ class Transport(Protocol):
         """Wait until workers that leave have finished their calls; return the late ranks."""
 
 
+class Turns(Protocol):
+    """The calls of a group, which wait while a change begins an epoch."""
+
+    def begin_change(self) -> None:
+        """Let no further call pass."""
+
+    def end_change(self, error: BaseException | None = None) -> bool:
+        """Let calls pass again; return whether some still wait for a restart. `error` is why the change has failed."""
+
+    def refuse_waiting(self) -> None:
+        """Wake all calls that wait, because the group ends."""
+
+
 class HookCall(Protocol):
     """A method of the user's class that runs on workers."""
 
     @property
-    def ranks(self) -> Sequence[int]:
+    def called_workers(self) -> list[int] | None:
         """The ranks, by position."""
 
     @property
-    def completions(self) -> Mapping[int, Any]:
+    def futures(self) -> list[Any]:
         """The future of each worker, by position."""
 
     def result(self, timeout: float | None = None) -> Any:

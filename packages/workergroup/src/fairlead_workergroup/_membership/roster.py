@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one owner of the members of a group: each change is one transition to another snapshot; and the gate to them."""
+"""The one owner of the members of a group: each change is one transition to another snapshot."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from fairlead_placement.spi import connection
+from fairlead_placement.extension import connection
 from fairlead_sharding import NamedSharding
 
 from .. import _world
 from .._ray_private import actor_id_of
-from .._world import Deadline, Event, wait_for_event
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .facts import WorkerFacts
 from .judge import Judge, Verdict
 from .model import Member, Place, Resize, Snapshot, Started, WorkerProcess, describe_place, make_process
-
-_T = TypeVar("_T")
 
 
 class Roster:
@@ -254,65 +251,6 @@ class Roster:
             state = self.now[shown["global_rank"]].state
             if state != "alive" or shown["state"] in ("restarting", "dead"):
                 shown["state"] = state
-
-
-class Gate:
-    """Lets calls of a group pass: one thread at a time, and none while an epoch begins.
-
-    No thread waits while it holds the lock.
-    """
-
-    def __init__(self) -> None:
-        # It protects the order of calls: a call is submitted to all of its workers before the next one.
-        self._lock = _world.current.lock()
-        self._inside: int | None = None
-        self._is_closed = False
-        self._waiting: list[Event] = []
-
-    def run(self, submit: Callable[[], _T], deadline: Deadline, *, passes: bool = False) -> _T | None:
-        """Call a function that submits one call, while no other thread does; None if the gate is closed for too long.
-
-        The function must not wait. It `passes` a closed gate if it belongs to the change that has closed it.
-        """
-        me = _world.current.thread()
-        while True:
-            # Otherwise it would wait for itself. Another thread inside does not count.
-            if self._inside == me and self._lock.locked():
-                raise WorkerGroupError(
-                    "A signal handler or a finalizer made a call while its thread was sending another call of the same "
-                    "group. Set a flag in the handler, and make the call in the thread's own code."
-                )
-            # No lock is acquired outside of `with`: there Ctrl-C could come between it and the release.
-            with self._lock:
-                if passes or not self._is_closed:
-                    try:
-                        self._inside = me
-                        return submit()
-                    finally:
-                        self._inside = None
-                opens = _world.current.event()
-                self._waiting.append(opens)
-            if not wait_for_event(opens, deadline):
-                return None
-
-    def close(self) -> None:
-        """Let no further call pass; one that is being submitted is submitted to its end."""
-        with self._lock:
-            self._is_closed = True
-
-    def open(self) -> None:
-        """Let calls pass again, and wake those that wait."""
-        with self._lock:
-            self._is_closed = False
-            waiting, self._waiting = self._waiting, []
-        for opens in waiting:
-            opens.set()
-
-    def wake(self) -> None:
-        """Wake those that wait, because the group ends; without a lock, which a handler's own thread may hold."""
-        self._is_closed = False
-        for opens in list(self._waiting):
-            opens.set()
 
 
 def _new_member(place: Place, sharding: NamedSharding, incarnation: int = 0) -> Member:

@@ -9,14 +9,15 @@ from typing import Any
 
 from fairlead_placement import HeadTimeoutError
 
+from .._ray_private import end_of
 from .._world import Deadline
 from ..exceptions import BrokenEpochError, WorkerFailureError, WorkerStartError
 from .change import Change
 from .model import Snapshot, Started
 from .operations import Plan
 from .phases import Phase
-from .ports import Crew, HookCall, Hooks, Transport
-from .roster import Gate, Roster
+from .ports import Crew, HookCall, Hooks, Transport, Turns
+from .roster import Roster
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +36,15 @@ class Steps:
         ports: tuple[Crew[Any], Transport, Hooks],
         *,
         enter: Callable[[Phase], None],
-        gate: Gate,
+        turns: Turns,
     ) -> None:
         self._plan = plan
         self._change = change
         self._roster = roster
         self._crew, self._transport, self._hooks = ports
         self._enter = enter
-        self._gate = gate
+        self._turns = turns
+        self._failure: BaseException | None = None  # why it could not be carried out
         # The end of the steps that can be undone, then of the others; those who have to follow have one for all.
         self._deadline = change.deadline
         self._before = roster.now
@@ -62,7 +64,7 @@ class Steps:
         plan = self._plan
         try:
             if plan.closes:
-                self._gate.close()
+                self._turns.begin_change()
                 self._mark(plan.replace)
             with ExitStack() as undo:
                 staged = self._switch(undo)
@@ -76,16 +78,18 @@ class Steps:
             self._run_hooks()
             self._report()
         except BaseException as error:
+            self._failure = error
             if isinstance(error, Exception):
                 if self._roster.ending:
                     raise self._roster.ended_error() from error
                 self._roster.check_connected()
             if (failure := self._note_failure(error)) is error:
                 raise
+            self._failure = failure
             raise failure from error
         finally:
             self._roster.mark_restarting(self._marked, running=False)
-            self._gate.open()
+            self._turns.end_change(self._failure)
             if self._has_begun:
                 self._end_leaving()
             elif self._has_relaunched and not self._roster.is_over:
@@ -107,7 +111,7 @@ class Steps:
             self._started += crew.start(staged, plan.start, undo, self._deadline, self._change.check)
         if not self._is_first:
             self._enter(Phase.QUIESCING)
-            self._gate.close()
+            self._turns.begin_change()
             self._quiesce()
             if plan.replace:
                 crew.check_head()
@@ -156,7 +160,7 @@ class Steps:
         """Wait until calls have ended."""
         plan = self._plan
         living = [self._before[rank] for rank in plan.quiet]
-        late = self._transport.quiesce(living, self._deadline, self._change.check, all_calls=plan.follow)
+        late = self._transport.quiesce(living, self._deadline, self._change.check)
         if late and plan.follow:
             reason = (
                 "It waited for calls that were made before. Make it again with a longer timeout, or cancel these calls:"
@@ -209,7 +213,9 @@ class Steps:
         if not calls:
             return
         ends = {
-            (at, call.ranks[one]): end for at, (_, call) in enumerate(calls) for one, end in call.completions.items()
+            (at, rank): end
+            for at, (_, call) in enumerate(calls)
+            for rank, end in zip(call.called_workers or (), map(end_of, call.futures), strict=True)
         }
         deadline = self._deadline.sooner(Deadline.after(self._hooks.timeout_s))
         what = f"{self._plan.what} of {self._roster.name_prefix}: {', '.join(dict(calls))}"

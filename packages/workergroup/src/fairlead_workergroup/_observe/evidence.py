@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evidence about processes: what Ray's errors and tables, the nodes' agents and the memory guards say of them.
+"""The evidence about processes: what Ray's errors and tables, their nodes and the memory guards say of them.
 
-It follows from the types of errors, never from their texts. No other module reads which actors are dead.
+It follows from the types of errors; what Ray reports only in their texts, `_ray_private` reads. No other module reads
+which actors are dead. What errors say is found out without a request to Ray's head, which may be silent.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,17 +12,17 @@ import ray
 from ray.exceptions import RayTaskError
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.spi import choose_alive, collect, head_deadline
+from fairlead_placement.extension import choose_alive, collect, head_deadline
 
 from .. import _world
 from .._membership.judge import Evidence, Judge, Verdict
 from .._membership.model import Member, WorkerProcess
-from .._ray_private import how_it_ended, is_known_dead
+from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
 from ..exceptions import FailureKind
 from .head import dead_actors
 from .memory import MemoryLimit
-from .query import ANSWER_S, ask_nodes
+from .query import ask_nodes
 
 _LOST = (
     ray.exceptions.ActorDiedError,
@@ -33,12 +34,20 @@ _LOST = (
     ray.exceptions.TaskPlacementGroupRemoved,
     ray.exceptions.WorkerCrashedError,
 )
+_NODE_LOST = (ray.exceptions.NodeDiedError, ray.exceptions.ActorUnschedulableError)
+_SHUT_DOWN = (
+    ray.exceptions.ActorPlacementGroupRemoved,
+    ray.exceptions.OwnerDiedError,
+    ray.exceptions.TaskPlacementGroupRemoved,
+)
 # An object can be lost while its worker is alive, and a worker be out of reach.
 _SILENT = (ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
-# A node that does not answer in this time is not waited for. The agent of a very busy one answers in seconds.
+# A node that does not answer in this time is not waited for. A very busy one answers in seconds.
 LOOK_S = 5.0
-# How soon an actor that has refused a request is asked again.
-REFUSED_EVERY_S = 0.2
+# While an error is made, nodes may take this long to say which processes have ended.
+ENDED_S = 1.0
+# How soon a process that has refused a request is looked at again.
+REFUSED_EVERY_S = 0.1
 NO_CAUSE = "Ray reports that it is dead, and has not reported the cause in time"
 NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it forked may hold its connections"
 
@@ -51,22 +60,27 @@ def evidence_of(error: BaseException | None) -> Evidence | None:
     cause = " ".join(str(error).split("\n\t")[0].split())
     if not isinstance(error, _LOST):
         return Evidence("ray-error", "silent", text=cause)
-    kind: FailureKind = "killed"
+    code, signal = how_it_ended(error)
+    kind: FailureKind = "killed" if code is None else "exited"
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         kind = "out-of-memory"
     elif getattr(error, "preempted", False):
         kind = "preempted"
-    elif isinstance(error, (ray.exceptions.NodeDiedError, ray.exceptions.ActorUnschedulableError)):
+    elif isinstance(error, _NODE_LOST) or lost_with(error) == "node":
         kind = "node-lost"
-    return Evidence("ray-error", "gone", kind, cause, *how_it_ended(error))
+    elif isinstance(error, _SHUT_DOWN) or lost_with(error) == "owner":
+        kind = "shut-down"
+    return Evidence("ray-error", "gone", kind, cause, code, signal)
+
+
+def tells_of_a_loss(error: BaseException) -> bool:
+    """Return whether an error says that its worker is lost."""
+    return (evidence := evidence_of(error)) is not None and evidence.says == "gone"
 
 
 def find_evidence(errors: Mapping[WorkerProcess, BaseException]) -> dict[WorkerProcess, list[Evidence]]:
-    """Return what errors say about their workers, and whether the nodes of these are lost."""
-    found = {worker: [one] for worker, error in errors.items() if (one := evidence_of(error)) is not None}
-    for worker in _on_lost_nodes(found):
-        found[worker].append(_node_lost())
-    return found
+    """Return what errors say about their workers."""
+    return {worker: [one] for worker, error in errors.items() if (one := evidence_of(error)) is not None}
 
 
 def _node_lost() -> Evidence:
@@ -79,24 +93,41 @@ def _on_lost_nodes(workers: Iterable[WorkerProcess]) -> list[WorkerProcess]:
     return [worker for worker in workers if worker.node_id not in alive]
 
 
-def judge_errors(judge: Judge, errors: Mapping[WorkerProcess, BaseException]) -> list[Verdict]:
-    """Tell a judge what errors say; return its verdicts on the workers that are lost, after a look at the others.
+def judge_errors(
+    judge: Judge,
+    errors: Mapping[WorkerProcess, BaseException],
+    *,
+    silent: Iterable[WorkerProcess] = (),
+    within_s: float = ENDED_S,
+) -> list[Verdict]:
+    """Tell a judge what errors say; return its verdicts on the workers that are lost.
 
-    A process that exits refuses requests before it has ended, and Ray reports its death later still. It is asked until
-    it answers or has ended.
+    If the errors tell of no death, their nodes are asked which processes have ended: of workers that have refused a
+    request, and of the `silent` ones, which have not replied. A process that exits refuses requests before it has
+    ended, so it is looked at until it has, for `within_s` at most. Only guards are asked about workers known as lost.
     """
     for worker, evidence in find_evidence(errors).items():
         judge.tell(worker, *evidence)
     verdicts = judge.ask(errors, look="known")
-    doubted = [worker for worker, known in verdicts.items() if known.is_doubted]
-    until = _world.current.now() + ANSWER_S
-    while doubted and (asked_at := _world.current.now()) < until:
-        found = judge.ask(doubted, look="actor", within_s=until - asked_at)
-        verdicts |= found
-        refused = (one for one in found.values() if not one.is_lost and one.is_refused_since(asked_at))
-        if doubted := [one.worker for one in refused]:
-            _world.current.event().wait(REFUSED_EVERY_S)
-    return [verdict for verdict in verdicts.values() if verdict.is_lost]
+    lost = {worker: known for worker, known in verdicts.items() if known.is_lost}
+    if lost:
+        return list(judge.ask(lost, look="guard", within_s=within_s).values())
+    refused = [worker for worker, known in verdicts.items() if known.is_doubted]
+    until = _world.current.now() + within_s
+    if starting := [worker for worker in refused if not worker.pid]:  # no node knows their processes
+        found = judge.ask(starting, look="cause", within_s=within_s)
+        lost |= {worker: known for worker, known in found.items() if known.is_lost}
+    asked = [*(one for one in refused if one.pid), *(worker for worker in silent if worker not in verdicts)]
+    while asked and (left := until - _world.current.now()) > 0:
+        found = judge.ask(asked, look="node", within_s=left)
+        lost |= {worker: known for worker, known in found.items() if known.is_lost}
+        asked = [worker for worker in refused if worker.pid and worker not in lost]
+        if lost or not asked:
+            break
+        _world.current.event().wait(min(REFUSED_EVERY_S, left))
+    if lost and (left := until - _world.current.now()) > 0:
+        lost |= judge.ask(lost, look="cause", within_s=left)  # what only the node has noticed, Ray may notice soon
+    return list(lost.values())
 
 
 def find_known_dead(members: Iterable[Member]) -> list[WorkerProcess]:
@@ -125,16 +156,14 @@ def judge_known_dead(judge: Judge, dead: Sequence[WorkerProcess]) -> list[Verdic
 def weigh_answers(
     workers: Sequence[WorkerProcess], ended: Sequence[bool | None]
 ) -> dict[WorkerProcess, list[Evidence]]:
-    """Return what the answers of agents say: whether each process has ended, None if its agent does not answer."""
-    answers = dict(zip(workers, ended, strict=True))
-    lost = set(_on_lost_nodes(worker for worker, answer in answers.items() if answer is None))
+    """Return what the answers of nodes say: whether each process has ended, None if its node does not answer."""
 
-    def weigh(worker: WorkerProcess, answer: bool | None) -> Evidence:
+    def weigh(answer: bool | None) -> Evidence:
         if answer is None:
-            return _node_lost() if worker in lost else Evidence("process", "silent", text="its agent does not answer")
+            return Evidence("process", "silent", text="its node does not answer")
         return Evidence("process", "gone", text=NOT_NOTICED) if answer else Evidence("process", "alive")
 
-    return {worker: [weigh(worker, answer)] for worker, answer in answers.items()}
+    return {worker: [weigh(answer)] for worker, answer in zip(workers, ended, strict=True)}
 
 
 def check_head(verdicts: Iterable[Verdict], *, since: float) -> None:
@@ -171,7 +200,8 @@ class RayWitnesses:
     def node(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
         """Look at the processes, with one request to each node; Ray may not know yet that they have ended."""
         started = [worker for worker in workers if worker.pid]
-        return weigh_answers(started, ask_nodes(started, find_ended, within_s=min(within_s, LOOK_S)))
+        ended = ask_nodes(started, find_ended, within_s=min(within_s, LOOK_S), asks_head=False)
+        return weigh_answers(started, ended)
 
     def ray(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
         """Send a request to each actor, whose error names the cause if Ray knows that the actor is dead."""

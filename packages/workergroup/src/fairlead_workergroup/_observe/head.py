@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from fairlead_placement import spi
-from fairlead_placement.spi import Agent, ask_head, head_deadline
+from fairlead_placement import extension
+from fairlead_placement.extension import Board, ask_head, head_deadline
 
 from .. import _ray_private
 
@@ -26,17 +26,17 @@ def _ask(request: str, function: Callable[..., _T], *args: Any) -> _T:
 
 def alive_nodes() -> frozenset[str]:
     """Return the nodes that are alive, including those that are draining."""
-    return _ask("list the nodes", spi.alive_nodes)
+    return _ask("list the nodes", extension.alive_nodes)
 
 
 def draining_nodes() -> frozenset[str]:
     """Return the nodes that are draining."""
-    return frozenset(_ask("list the nodes that are draining", spi.drain_deadlines))
+    return frozenset(_ask("list the nodes that are draining", extension.drain_deadlines))
 
 
-def find_agents() -> list[Agent]:
-    """Return the node agents of all jobs."""
-    return _ask("list the node agents", spi.find_agents)
+def find_boards(job_id: str = "", owner: str = "") -> list[Board]:
+    """Return the boards on which the groups of all processes are published, or those of one process."""
+    return _ask("list the boards", extension.find_boards, job_id, owner)
 
 
 def dead_actors() -> frozenset[str]:
@@ -47,11 +47,6 @@ def dead_actors() -> frozenset[str]:
 def actors_being_made() -> frozenset[str]:
     """Return the actors of this job that have been requested and not yet created."""
     return _ask("list the actors that are being created", _ray_private.actors_being_made)
-
-
-def process_is_alive(worker_id: str) -> bool | None:
-    """Return whether a process and its node are alive; None if that is unknown."""
-    return _ask(f"look at process {worker_id[:8]}", spi.process_is_alive, worker_id)
 
 
 def read_placement_group(group: PlacementGroup) -> Mapping[str, Any]:

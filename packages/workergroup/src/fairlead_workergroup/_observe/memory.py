@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory limit of workers: its text, its enforcement by the node agents, and the losses that it caused."""
 
+import logging
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 
-from fairlead_placement import PlacementError
-from fairlead_placement.spi import choose_alive
+from fairlead_placement.extension import (
+    call_in_agents,
+    call_in_present_agents,
+    choose_alive,
+    group_pairs,
+    leave_agents,
+)
 
 from .._membership.judge import Evidence
 from .._membership.model import WorkerProcess
@@ -17,8 +24,9 @@ from .._membership.roster import Roster
 from .._remote.process import mark_of, read_verdicts, start_guard
 from .._world import Deadline
 from ..exceptions import WorkerGroupError
-from .query import ask_nodes
+from .query import ANSWER_S
 
+logger = logging.getLogger(__name__)
 UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}}
 UNITS |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
 
@@ -75,30 +83,52 @@ class MemoryLimit:
             if unguarded:
                 time.sleep(PAUSE_S)
 
-    def guard_again(self, node_ids: Collection[str]) -> None:
-        """Make the agents of nodes guard the workers there, because the agents before them may have died.
-
-        Raises:
-            PlacementError: an agent does not answer.
-        """
-        workers = [worker for worker in list(self.guarded) if worker.node_id in node_ids]
+    def _guard_again(self, node_id: str) -> None:
+        """Make a new agent guard the workers of a node, because the agent before it has died."""
+        workers = [worker for worker in list(self.guarded) if worker.node_id == node_id]
         for worker, is_alive in zip(workers, self._start(workers), strict=True):
             if is_alive is None:
-                raise PlacementError(f"memory_limit is not enforced on {worker}: the node's agent did not answer")
-            if not is_alive:
+                logger.warning("memory_limit is not enforced on %s any more: its node's agent did not answer", worker)
+            elif not is_alive:
                 self.guarded.pop(worker, None)
 
     def _start(self, workers: Sequence[WorkerProcess]) -> list[bool | None]:
-        """Ask agents to guard workers; return whether each worker is alive, None if its agent did not answer."""
+        """Have agents guard workers; return whether each worker is alive, None if its agent did not answer."""
+        on_node = group_pairs((worker.node_id, worker) for worker in workers)
+        asks = {
+            node_id: ([(*one.key, mark_of(self.token, one.rank)) for one in its], self.token, self.limit)
+            for node_id, its in on_node.items()
+        }
+        answers = call_in_agents(start_guard, asks, self._name, timeout_s=ANSWER_S, on_loss=self._guard_again)
+        return self._by_worker(workers, on_node, answers)
 
-        def with_mark(worker: WorkerProcess) -> tuple[int, int, str]:
-            return (*worker.key, mark_of(self.token, worker.rank))
+    @property
+    def _name(self) -> str:
+        return f"guard-{self.token}"
 
-        return ask_nodes(workers, start_guard, self.token, self.limit, what=with_mark)
+    def release(self) -> None:
+        """End the agents that only guard the workers of this group, which have ended."""
+        self.guarded.clear()
+        leave_agents(self._name)
+
+    @staticmethod
+    def _by_worker(
+        workers: Sequence[WorkerProcess], on_node: Mapping[str, Sequence[WorkerProcess]], answers: Mapping[str, Any]
+    ) -> list[Any]:
+        """Return the answer for each worker, None if the agent of its node did not answer or there is none."""
+        found = {
+            worker: answer
+            for node_id, its in on_node.items()
+            if isinstance(answers.get(node_id), list)
+            for worker, answer in zip(its, answers[node_id], strict=True)
+        }
+        return [found.get(worker) for worker in workers]
 
     def find_killed(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
         """Return the evidence, with both numbers, about the workers that a guard has ended."""
-        sizes = ask_nodes(workers, read_verdicts, self.token, within_s=within_s)
+        on_node = group_pairs((worker.node_id, worker) for worker in workers)
+        asks = {node_id: ([worker.key for worker in its], self.token) for node_id, its in on_node.items()}
+        sizes = self._by_worker(workers, on_node, call_in_present_agents(read_verdicts, asks, timeout_s=within_s))
         cause = f"over its memory_limit of {self.limit:,} bytes"
         causes = {
             worker: f"its process and those that it had started held {size:,} bytes of memory, {cause}"

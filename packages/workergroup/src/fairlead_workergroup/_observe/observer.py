@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fairlead_placement.spi import choose_alive, group_pairs, usage_on_nodes
+from fairlead_placement.extension import choose_alive, group_pairs, usage_on_nodes
 
 from .._membership.model import WorkerProcess
 from .._membership.roster import Roster

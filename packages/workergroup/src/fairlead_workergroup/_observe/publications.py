@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The groups of all jobs as they are published at the node agents, read from any process of the cluster."""
+"""The groups of all jobs as their processes have published them, read from any process of the cluster."""
 
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fairlead_placement.spi import Agent, read_boards
+from fairlead_placement.extension import Board, read_boards
 from fairlead_sharding import NamedSharding
 
 from ..exceptions import WorkerGroupError
-from .head import find_agents, process_is_alive
+from .head import find_boards
 from .registration import KEY, SCHEMA
 
-# Agents answer in milliseconds; those of a node that hangs do not.
+# Boards answer in milliseconds; those of a node that hangs do not.
 ANSWER_S = 5.0
-# A process publishes within this time what an agent that has died had.
-PUBLISHED_AGAIN_S = 20.0
+# A process publishes within this time what a board that has died had.
+PUBLISHED_AGAIN_S = 3.0
 # How many digits of an id are shown. Fewer of them may belong to any group.
 SHOWN_DIGITS = 6
 
@@ -72,11 +71,10 @@ class RegisteredGroup:
         namespace: Ray's namespace of its actors.
         epoch: the number of changes of membership so far.
         driver: the `job_id`, `worker_id` and `node_id` of its process.
-        members: its workers by ascending rank, without those of lost nodes.
-        agents: the agent of each of its nodes, by Ray's id of the node.
-        publication: the number of the latest publication.
-        settled: whether all nodes have that publication, and every rank is among its members.
-        methods: the class as plain data; empty if the driver's node did not answer.
+        members: its workers by rank.
+        methods: the class as plain data.
+        publication: the number of this publication.
+        board: where it is published.
     """
 
     group_id: str
@@ -89,10 +87,9 @@ class RegisteredGroup:
     epoch: int
     driver: Mapping[str, Any]
     members: tuple[RegisteredWorker, ...]
-    agents: Mapping[str, Agent] = field(default_factory=dict)
-    publication: int = 0
-    settled: bool = True
-    methods: Mapping[str, Any] = field(default_factory=dict)
+    methods: Mapping[str, Any]
+    publication: int
+    board: Board | None = field(default=None, compare=False)
 
     @cached_property
     def sharding(self) -> NamedSharding:
@@ -109,9 +106,15 @@ def find_groups(*, timeout_s: float = ANSWER_S) -> list[RegisteredGroup]:
     """Return every group of every job, in the order in which they were made.
 
     Args:
-        timeout_s: seconds for the answers of the agents. Those that do not answer in time are left out.
+        timeout_s: seconds for the answers of the boards. Those that do not answer in time are left out.
     """
-    return merge_boards(read_boards(find_agents(), timeout_s=timeout_s))
+    return _read(find_boards(), KEY, timeout_s)
+
+
+def _read(boards: Sequence[Board], prefix: str, timeout_s: float) -> list[RegisteredGroup]:
+    answers = read_boards(boards, prefix, timeout_s=timeout_s).items()
+    values = {board: values.values() for board, values in answers if not isinstance(values, Exception)}
+    return read_groups((board, value) for board, published in values.items() for value in published)
 
 
 def find_group(name: str) -> RegisteredGroup:
@@ -130,55 +133,37 @@ def find_group(name: str) -> RegisteredGroup:
     raise WorkerGroupError(f"Choose one of several groups, by its name or the id in brackets: {labels}.")
 
 
-def read_group(group_id: str, job_id: str, worker_id: str, *, within_s: float) -> RegisteredGroup | None:
-    """Return a group as it is published now; None if no agent of its job has it.
+def read_group(group_id: str, job_id: str, worker_id: str) -> RegisteredGroup | None:
+    """Return a group as its process has published it last; None if no board of that process has it.
 
-    It waits up to `within_s` for the latest publication on all of its nodes, and then takes what each node has. If all
-    agents of the job have died, and not the process that made the group, it waits until the group is published again.
+    It waits up to `PUBLISHED_AGAIN_S` for the group, because a process whose board has died publishes it again.
     """
-    deadline, has_looked = time.monotonic() + within_s, False
+    deadline = time.monotonic() + PUBLISHED_AGAIN_S
     while True:
-        agents = [agent for agent in find_agents() if agent.job_id == job_id]
-        if not agents and not has_looked:
-            has_looked = True
-            if process_is_alive(worker_id):
-                deadline = max(deadline, time.monotonic() + PUBLISHED_AGAIN_S)
-        groups = merge_boards(read_boards(agents, timeout_s=ANSWER_S))
-        found = next((one for one in groups if one.group_id == group_id), None)
-        if (found is not None and found.settled) or time.monotonic() >= deadline:
-            return found
+        groups = _read(find_boards(job_id, worker_id), KEY + group_id, ANSWER_S)
+        if groups or time.monotonic() >= deadline:
+            return max(groups, key=lambda one: one.publication, default=None)
         time.sleep(0.05)
 
 
-def merge_boards(boards: Mapping[Agent, Mapping[str, Any] | Exception]) -> list[RegisteredGroup]:
-    """Return the groups from what is published at each agent. Pure.
+def read_groups(published: Iterable[tuple[Board | None, Any]]) -> list[RegisteredGroup]:
+    """Return the groups among the values of boards, in the order in which they were made. Pure.
 
-    The nodes of a group may have received different versions: of each worker the latest is taken.
+    Those of another version of the library are left out.
     """
-    found: dict[str, list[tuple[Agent, dict[str, Any]]]] = {}
-    for agent, board in boards.items():
-        for key, value in board.items() if not isinstance(board, Exception) else ():
-            if key.startswith(KEY) and value.get("schema") == SCHEMA:
-                found.setdefault(key, []).append((agent, value))
-    groups = []
-    for published in found.values():
-        published.sort(key=lambda one: one[1]["publication"])
-        members = {row["rank"]: RegisteredWorker(**row) for _, value in published for row in value["members"]}
-        latest = published[-1][1]
-        size = math.prod(latest["shape"].values())  # a node may not have heard yet that its ranks have left
-        groups.append(
-            RegisteredGroup(
-                group_id=latest["id"],
-                class_name=latest["class"],
-                members=tuple(members[rank] for rank in sorted(members) if rank < size),
-                agents={agent.node_id: agent for agent, _ in published},
-                settled=len({value["publication"] for _, value in published}) == 1 and len(members) == size,
-                methods=next((value["methods"] for _, value in published if "methods" in value), {}),
-                **{name: latest[name] for name in _PUBLISHED},
-            )
+    groups = [
+        RegisteredGroup(
+            group_id=value["id"],
+            class_name=value["class"],
+            members=tuple(RegisteredWorker(**row) for row in value["members"]),
+            board=board,
+            **{name: value[name] for name in _PUBLISHED},
         )
+        for board, value in published
+        if isinstance(value, Mapping) and value.get("schema") == SCHEMA
+    ]
     return sorted(groups, key=lambda one: (one.created, one.group_id))
 
 
 # The fields of a group that are published by their own names.
-_PUBLISHED = ("name", "shape", "layout", "created", "namespace", "epoch", "driver", "publication")
+_PUBLISHED = ("name", "shape", "layout", "created", "namespace", "epoch", "driver", "publication", "methods")

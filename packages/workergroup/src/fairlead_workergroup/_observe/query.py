@@ -1,27 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests about workers to the agents of their nodes, one for each node."""
+"""Questions about workers to their nodes, one for each node."""
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import ray
 
-from fairlead_placement.spi import choose_alive, group_pairs, run_on_nodes
+from fairlead_placement.extension import choose_alive, group_pairs, run_on_nodes
 
 from .._membership.model import WorkerProcess
+from .._remote.outside import look_from_outside
 from .._remote.process import Process
 from .._remote.progress import cancel_tasks, read_records
-from .._transport.futures import task_of_future
+from .._transport.replies import task_of
 from ..exceptions import LateWorker
+from .stuck import find_innermost
 
 logger = logging.getLogger(__name__)
 
-# Agents answer in milliseconds. A caller does not wait longer than this for a node that does not.
+# Nodes answer within a second. A caller does not wait longer than this for a node that does not.
 ANSWER_S = 10.0
-# If Ray's head does not answer within this time, the agents of all nodes are asked, including those of dead ones.
+# The deadline of a caller has passed when the nodes are asked what late workers do.
+LATE_S = 0.7
+# If Ray's head does not answer within this time, all nodes are asked, including dead ones.
 HEAD_S = 1.0
+
+
+# How long the nodes may take to find the processes of workers that start, and their stacks.
+STACKS_S = 2.0
+
+
+class WorkerLook(NamedTuple):
+    """What a look at a worker that starts has found: its process, 0 if there is none, and where that stands."""
+
+    pid: int
+    where: str
 
 
 class OnNode(Protocol):
@@ -39,11 +54,13 @@ def ask_nodes(
     *more: Any,
     what: Callable[[Any], Any] = lambda worker: worker.key,
     within_s: float | None = None,
+    asks_head: bool = True,
 ) -> list[Any]:
     """Apply a function to a value of each worker, on its node; return the results in the order of the workers.
 
     The function takes and returns a list for the workers of one node, whose values are their keys without `what`. A
-    node that does not answer within `within_s`, or `ANSWER_S`, gives None.
+    node that does not answer within `within_s`, or `ANSWER_S`, gives None. Without `asks_head`, the nodes that Ray's
+    head knows to be dead are asked too, because the head may be silent.
     """
     results: list[Any] = [None] * len(workers)
     if not workers:
@@ -51,7 +68,7 @@ def ask_nodes(
     within_s = ANSWER_S if within_s is None else within_s
     deadline = time.monotonic() + within_s
     by_node = group_pairs((worker.node_id, at) for at, worker in enumerate(workers))
-    living = set(choose_alive(by_node, timeout_s=min(HEAD_S, within_s / 2)))
+    living = set(choose_alive(by_node, timeout_s=min(HEAD_S, within_s / 2))) if asks_head else by_node.keys()
     asks = {
         node_id: ([what(workers[at]) for at in members], *more)
         for node_id, members in by_node.items()
@@ -67,9 +84,10 @@ def ask_nodes(
     return results
 
 
-def late_workers(workers: Sequence[WorkerProcess], *, within_s: float | None = None) -> tuple[LateWorker, ...]:
-    """Return what each of these workers is doing now; `within_s` as for `ask_nodes`."""
-    records: list[Mapping[str, Any]] = [record or {} for record in ask_nodes(workers, read_records, within_s=within_s)]
+def late_workers(workers: Sequence[WorkerProcess], *, within_s: float = LATE_S) -> tuple[LateWorker, ...]:
+    """Return what each of these workers is doing now, as far as their nodes say so within this time."""
+    answers = ask_nodes(workers, read_records, within_s=within_s, asks_head=False)
+    records: list[Mapping[str, Any]] = [record or {} for record in answers]
     return tuple(
         LateWorker(
             worker.rank,
@@ -83,6 +101,20 @@ def late_workers(workers: Sequence[WorkerProcess], *, within_s: float | None = N
     )
 
 
+def look_at_starts(workers: Sequence[Any]) -> list[WorkerLook | None]:
+    """Return where each worker stands whose constructor has not finished; None if its node does not answer in time."""
+    rows = ask_nodes(
+        workers,
+        look_from_outside,
+        0.0,
+        True,
+        what=lambda worker: (*worker.key, worker.mark),
+        within_s=STACKS_S,
+        asks_head=False,
+    )
+    return [None if row is None else WorkerLook(row["pid"], find_innermost(row["stacks"])) for row in rows]
+
+
 def cancel_calls(
     calls: Sequence[tuple[WorkerProcess, Any]], *, in_order: bool = False, within_s: float | None = None
 ) -> list[int]:
@@ -93,7 +125,7 @@ def cancel_calls(
     Of workers that run their methods `in_order`, Ray has to cancel only methods that run. If Ray 2.60 cancels a call to
     such a worker before it is delivered, the worker waits 30 s for that call and then refuses the calls behind it.
     """
-    tasks = {worker.rank: (worker.key, task_of_future(future)) for worker, future in calls}
+    tasks = {worker.rank: (worker.key, task_of(future)) for worker, future in calls}
     workers = [worker for worker, _ in calls]
     running = ask_nodes(workers, cancel_tasks, what=lambda worker: tasks[worker.rank], within_s=within_s)
     for (_, future), runs in zip(calls, running, strict=True):

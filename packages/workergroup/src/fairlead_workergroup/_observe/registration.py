@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts that a group publishes at its nodes' agents: names, places, processes, and never the user's values."""
+"""The facts that a group publishes on its board: names, places, processes, and never the user's values."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 
-from fairlead_placement.spi import await_published, publish, withdraw
+from fairlead_placement.extension import await_published, publish, withdraw
 
 from .._membership.model import Member, Place, make_process
 from .._membership.roster import Roster
@@ -15,7 +15,7 @@ from .._ray_private import actor_id_of
 from .._remote.process import mark_of
 
 # Of the published data; readers of another version leave the group out.
-SCHEMA = 2
+SCHEMA = 3
 KEY = "fairlead-group-"
 
 
@@ -25,35 +25,22 @@ def actor_name(place: Place, token: str, incarnation: int) -> str:
 
 
 class Registration:
-    """Keeps what is published about one group up to date; only the driver's node has the methods of the class.
+    """Keeps what is published about one group up to date."""
 
-    `on_loss` is as for `publish`.
-    """
-
-    def __init__(
-        self,
-        roster: Roster,
-        token: str,
-        class_name: str,
-        *,
-        methods: Mapping[str, Any],
-        on_loss: Callable[[Sequence[str]], object] | None = None,
-    ) -> None:
+    def __init__(self, roster: Roster, token: str, class_name: str, *, methods: Mapping[str, Any]) -> None:
         self._roster = roster
         self.key: str = KEY + token
-        self._methods = methods
-        self._on_loss = on_loss
-        self.published: dict[str, dict[str, Any]] = {}
         self._token = token
         # The actors that have another name than their rank, because the rank has moved to them.
         self._names: dict[str, str] = {}
-        self._version = 0
+        self.version = 0
         context = ray.get_runtime_context()
         self._about: dict[str, Any] = {
             "schema": SCHEMA,
             "id": token,
             "name": roster.name_prefix,
             "class": class_name,
+            "methods": methods,
             "created": time.time(),
             "namespace": context.namespace,
             "driver": {
@@ -70,26 +57,17 @@ class Registration:
         self._names = {one: name for one, name in self._names.items() if one in ids} | dict(names)
 
     def publish(self, starting: Mapping[int, Any] | None = None) -> None:
-        """Publish the present workers, and those starting without their processes; do not wait for the agents."""
+        """Publish the present workers, and those starting without their processes; do not wait for the board."""
         now = self._roster.now
-        driver_node = self._about["driver"]["node_id"]
-        by_node: dict[str, list[dict[str, Any]]] = {node_id: [] for node_id in (*self.published, driver_node)}
-        for member in now.members:
-            row = self._row(member, (starting or {}).get(member.rank))
-            by_node.setdefault(row["node_id"], []).append(row)
-        self._version += 1
+        rows = [self._row(member, (starting or {}).get(member.rank)) for member in now.members]
+        self.version += 1
         axes = {"shape": dict(now.sharding.shape), "layout": now.sharding.to_dict()}
-        about = {**self._about, **axes, "epoch": now.epoch, "publication": self._version}
-        self.published = {node_id: {**about, "members": rows} for node_id, rows in by_node.items()}
-        self.published[driver_node]["methods"] = self._methods
-        publish(self.key, self._version, self.published, on_loss=self._on_loss)
+        about = {**self._about, **axes, "epoch": now.epoch, "publication": self.version}
+        publish(self.key, self.version, {**about, "members": rows})
 
     def await_handles(self, timeout_s: float) -> None:
-        """Wait until the handles of other processes, which ask the agent of the driver's node, learn what is published.
-
-        An agent that does not answer in time is told again later.
-        """
-        await_published(self.key, self._about["driver"]["node_id"], timeout_s=timeout_s)
+        """Wait until the handles of other processes learn what is published, or until the timeout."""
+        await_published(self.key, timeout_s=timeout_s)
 
     def _row(self, member: Member, actor: Any) -> dict[str, Any]:
         process = (
@@ -114,6 +92,5 @@ class Registration:
         }
 
     def withdraw(self) -> None:
-        """Withdraw everything, without waiting for the agents."""
-        nodes, self.published = list(self.published), {}
-        withdraw(self.key, nodes)
+        """Withdraw everything, without waiting for the board."""
+        withdraw(self.key)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that methods raised in workers, as exceptions to raise to callers."""
 
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,14 +12,15 @@ from .._membership.model import WorkerProcess
 from ..exceptions import RemoteError
 
 
-def explain_errors(errors: Mapping[WorkerProcess, BaseException]) -> BaseException:
+def explain_errors(errors: Mapping[WorkerProcess, BaseException], method: str = "") -> BaseException:
     """Return the first worker's own exception, with the remote traceback as its cause and a note for each worker.
 
-    It is a `RemoteError` if the class of the exception is not known here.
+    It is a `RemoteError`, which has the remote traceback itself, if the class of the exception is not known here.
     """
     worker, first = next(iter(errors.items()))
     if type(first) is ray.exceptions.ActorUnavailableError or not isinstance(first, RayError):
         return first
+    first.__suppress_context__ = True  # the error of another worker, with a traceback of its own
     shown: BaseException = first
     cause = getattr(first, "cause", None)
     if (made := getattr(cause, "fairlead_error", None)) is not None:  # see `Need`
@@ -28,13 +30,28 @@ def explain_errors(errors: Mapping[WorkerProcess, BaseException]) -> BaseExcepti
     elif _is_unknown_here(first):
         shown = RemoteError(*_read_last_line(first), remote_traceback(first), worker.rank)
     elif isinstance(first, RayTaskError) and isinstance(cause, BaseException):
-        shown = cause
-    if shown is not first:
+        shown = cause if not _is_of_result(first) else type(cause)(_explain_result(method, cause))
+    if isinstance(shown, RemoteError):
+        shown.__suppress_context__ = True
+    elif shown is not first:
         shown.__cause__ = first
     for failing, error in errors.items():
         other = "" if error is first else f": {_type_name(error)}"
         shown.add_note(f"raised by {failing}{other}")
     return shown
+
+
+def _is_of_result(error: RayTaskError) -> bool:
+    """Return whether Ray could not pickle what a method has returned: the traceback has no frame of the method."""
+    is_refusal = isinstance(error.cause, (TypeError, pickle.PicklingError)) and len(error.cause.args) == 1
+    return is_refusal and "/_remote/host.py" not in remote_traceback(error)
+
+
+def _explain_result(method: str, cause: BaseException) -> str:
+    return (
+        f"the result of {method!r} cannot be pickled: {cause}. The method has run to its end. Return plain data, "
+        "arrays or tensors, or keep the value in the worker and call with discard=True."
+    )
 
 
 def _is_unknown_here(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
@@ -22,7 +22,6 @@ from ray.exceptions import AsyncioActorExit, RayError
 
 from .describe import load
 from .devices import show_devices
-from .exits import Exits
 from .process import mark_tree, start_tick
 from .progress import OverlappingRecord, Record
 from .reaper import start_reaper
@@ -58,7 +57,6 @@ class WorkerHost:
     _fairlead_methods: tuple[str, ...] = ("__init__",)
     _fairlead_instance: Any = None
     _fairlead_record: Record
-    _fairlead_function_plain: Callable[..., Any]
     _fairlead_record_class: type[Record] = Record
     _fairlead_own_loop: asyncio.AbstractEventLoop | None = None
 
@@ -105,36 +103,45 @@ class WorkerHost:
             raise
         self._fairlead_record.end(self._fairlead_key)
         node_id = ray.get_runtime_context().get_node_id()
-        return {"pid": os.getpid(), "started": start_tick(os.getpid()), "node_id": node_id}
+        return {"pid": os.getpid(), "started": start_tick(os.getpid()), "node_id": node_id, "log": _find_log()}
 
-    def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:
-        """Run a method and drop its result, so that nothing is stored or sent back."""
-        _drain(getattr(self, method)(*args, **kwargs))
+    def _fairlead_begin(self, how: Mapping[str, Any], flat: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a method of this host, or a function in its place, as `how` describes; return its result as it is.
 
-    def _fairlead_begin(self, how: list[Any], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a method of this host, in the epoch and with the arguments that `how` describes.
-
-        It has the epoch of the call, or None for any, the plan of `_regroup`, or None for complete arguments, and the
-        needs of the call; see `Need`.
+        It has the name of the `method`. If it has an `epoch`, a worker in another one refuses the request; `needs` are
+        the conditions of `Need`; `plan` is that of `_regroup`; with `function`, the first value is a pickled function.
         """
-        epoch, plan, *needs = how
+        method, epoch = how["method"], how.get("epoch")
         if epoch is not None and epoch != (own := sys.modules["_fairlead_worker"].facts["epoch"]):
             refusal = RayError(f"{method!r} was planned for epoch {epoch}, and this worker is in epoch {own}.")
             refusal.fairlead_epochs = epoch, own
             raise refusal
-        for pickled, values in needs:
+        for pickled, values in how.get("needs", ()):
             ray.cloudpickle.loads(pickled)(*values)
-        if plan is not None:
-            args, kwargs = _regroup(plan, args)
-        return getattr(self, method)(*args, **kwargs)
+        if "plan" in how:
+            flat, kwargs = _regroup(how["plan"], flat)
+        return (
+            self._fairlead_function(method, *flat, **kwargs)
+            if "function" in how
+            else getattr(self, method)(*flat, **kwargs)
+        )
 
-    def _fairlead_value(self, how: list[Any], method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method; see `_fairlead_begin`."""
-        return self._fairlead_begin(how, method, args, kwargs)
+    def _fairlead_call(self, how: Mapping[str, Any], /, *flat: Any, **kwargs: Any) -> Any:
+        """Run a method or a function; see `_fairlead_begin`. With `silent`, drop its result, so that nothing is stored.
 
-    def _fairlead_items(self, how: list[Any], method: str, /, *args: Any, **kwargs: Any) -> Any:
+        With `alone`, nothing else runs in the meantime, which is so whenever a worker of this kind runs a method.
+        """
+        if how.get("first") is not None:
+            self._fairlead_begin(how, [flat[0], *how["first"]], {})
+        result = self._fairlead_begin(how, flat, kwargs)
+        if "silent" in how:
+            _drain(result)
+            return None
+        return result
+
+    def _fairlead_iterate(self, how: Mapping[str, Any], /, *flat: Any, **kwargs: Any) -> Any:
         """Do the same for a generator method, because Ray streams only from generator methods."""
-        for item in self._fairlead_begin(how, method, args, kwargs):  # noqa: UP028  as in `_delegate`
+        for item in self._fairlead_begin(how, flat, kwargs):  # noqa: UP028  as in `_delegate`
             yield item
 
     def _fairlead_apply(self, name: str, pickled: bytes, /, *args: Any, **kwargs: Any) -> Any:
@@ -151,13 +158,13 @@ class WorkerHost:
             raise
         return function(self._fairlead_instance, *args, **kwargs)
 
-    def _fairlead_function_alone(
-        self, within_s: float, name: str, pickled: bytes, /, *args: Any, first: Sequence[Any] | None = None
-    ) -> Any:
-        """Call a function while no method of the worker runs, which is so whenever it gets its turn."""
-        if first is not None:
-            self._fairlead_function_plain(name, pickled, *first)
-        return self._fairlead_function_plain(name, pickled, *args)
+    def _fairlead_function(self, name: str, pickled: bytes, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a pickled function in place of a method."""
+        with _MethodRun(self._fairlead_record, self._fairlead_methods.index(FUNCTION), name):
+            result = self._fairlead_apply(name, pickled, *args, **kwargs)
+            if type(result) in _UNFINISHED:
+                result = self._fairlead_loop().run_until_complete(_value(name, result))
+        return result
 
     def _fairlead_cleanup(self, method: str) -> None:
         result = getattr(self._fairlead_instance, method)()
@@ -170,7 +177,7 @@ class WorkerHost:
             self._fairlead_own_loop = asyncio.new_event_loop()
         return self._fairlead_own_loop
 
-    def _fairlead_iterate(self, items: Any) -> Iterator[Any]:
+    def _fairlead_take(self, items: Any) -> Iterator[Any]:
         """Iterate over the items of an async generator on that event loop."""
         while True:
             try:
@@ -178,6 +185,15 @@ class WorkerHost:
             except StopAsyncIteration:
                 return
             yield item
+
+
+def _find_log() -> str:
+    """Return the file to which Ray lets this process write; an empty text if it writes to a terminal or a pipe."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+    return path if os.path.isfile(path) else ""
 
 
 class _MethodRun:
@@ -209,12 +225,40 @@ def _prepare_error(method: str, error: BaseException) -> None:
         make_portable(error)
 
 
+class _OverlappingRun(_MethodRun):
+    """Do the same for a method that overlaps with others, and end the process if the method exits."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, (SystemExit, AsyncioActorExit)):
+            _end_process(error)
+        super().__exit__(kind, error, trace)
+
+
+def _end_process(error: BaseException) -> None:
+    """End the process for an exit on the event loop. Ray would wait for the other methods, which may never end."""
+    code = error.code if isinstance(error, SystemExit) else 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _start_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    """Make a task of the event loop of a worker; asyncio would stop the loop at the SystemExit of one."""
+
+    async def run() -> Any:
+        try:
+            return await coroutine
+        except SystemExit as error:
+            _end_process(error)
+
+    return asyncio.Task(run() if asyncio.iscoroutine(coroutine) else coroutine, loop=loop, **options)
+
+
 class ConcurrentHost(WorkerHost):
     """A host whose async methods overlap: Ray runs all methods of a class that has an `async def` on one event loop."""
 
     _fairlead_record: OverlappingRecord
     _fairlead_record_class = OverlappingRecord
-    _fairlead_exits: Exits
     # Set when the function that has the worker for itself has ended; None if there is none.
     _fairlead_gate: asyncio.Event | None = None
 
@@ -223,56 +267,54 @@ class ConcurrentHost(WorkerHost):
         while (gate := self._fairlead_gate) is not None:
             await gate.wait()
 
-    async def _fairlead_function_alone(
-        self, within_s: float, name: str, pickled: bytes, /, *args: Any, first: Sequence[Any] | None = None
-    ) -> Any:
-        """Call a function when the methods that run have ended; later ones wait until it has."""
-        deadline = time.monotonic() + within_s
-        await self._fairlead_pass()
+    async def _fairlead_alone(self, how: Mapping[str, Any], flat: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a method or a function when the methods that run have ended; later ones wait until it has."""
+        deadline = time.monotonic() + how["alone"]
         gate = self._fairlead_gate = asyncio.Event()
         try:
-            if first is not None:
-                await self._fairlead_function_now(name, pickled, first)
+            if how.get("first") is not None:
+                await self._fairlead_begin(how, [flat[0], *how["first"]], {})
             while self._fairlead_record.running:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
-                        f"{self._fairlead_record.running} methods were still running after {within_s:.1f} s, so "
-                        f"{name!r} was not called"
+                        f"{self._fairlead_record.running} methods were still running after {how['alone']:.1f} s, so "
+                        f"{how['method']!r} was not called"
                     )
                 await asyncio.sleep(0.001)
-            return await self._fairlead_function_now(name, pickled, args)
+            return await self._fairlead_begin(how, flat, kwargs)
         finally:
             self._fairlead_gate = None
             gate.set()
 
-    async def _fairlead_function_now(self, name: str, pickled: bytes, args: Sequence[Any]) -> Any:
-        async with self._fairlead_exits:
-            with _MethodRun(self._fairlead_record, self._fairlead_methods.index(FUNCTION), name):
-                result = self._fairlead_apply(name, pickled, *args)
-                return await result if inspect.isawaitable(result) else result
+    async def _fairlead_function(self, name: str, pickled: bytes, /, *args: Any, **kwargs: Any) -> Any:
+        with _OverlappingRun(self._fairlead_record, self._fairlead_methods.index(FUNCTION), name):
+            result = self._fairlead_apply(name, pickled, *args, **kwargs)
+            return await _value(name, result) if type(result) in _UNFINISHED else result
 
     async def _fairlead_start(  # type: ignore[override]
         self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        self._fairlead_exits = Exits()
+        asyncio.get_running_loop().set_task_factory(_start_task)
         self._fairlead_prepare(facts)
         facts.update(_fill(facts, await _await_values(facts.values())))
         cls = load(*_fill(target, await _await_values(target)))
         values = await _await_values([*args, *kwargs.values()])
         return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values))
 
-    async def _fairlead_silent(self, method: str, /, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        await _run_to_end(getattr(self, method)(*args, **kwargs))
-
     # After the wait, the check of the epoch and the start of the method are one step of the event loop.
-    async def _fairlead_value(self, how: list[Any], method: str, /, *args: Any, **kwargs: Any) -> Any:
+    async def _fairlead_call(self, how: Mapping[str, Any], /, *flat: Any, **kwargs: Any) -> Any:
         await self._fairlead_pass()
-        result = self._fairlead_begin(how, method, args, kwargs)
+        if "alone" in how:
+            return await self._fairlead_alone(how, flat, kwargs)
+        result = self._fairlead_begin(how, flat, kwargs)
+        if "silent" in how:
+            await _run_to_end(result)
+            return None
         return await result if inspect.isawaitable(result) else result
 
-    async def _fairlead_items(self, how: list[Any], method: str, /, *args: Any, **kwargs: Any) -> Any:
+    async def _fairlead_iterate(self, how: Mapping[str, Any], /, *flat: Any, **kwargs: Any) -> Any:
         await self._fairlead_pass()
-        items = self._fairlead_begin(how, method, args, kwargs)
+        items = self._fairlead_begin(how, flat, kwargs)
         if inspect.isasyncgen(items):
             async for item in items:
                 yield item
@@ -400,24 +442,22 @@ def host_class(
     }
     for method, limit in backpressure.items():
         ray.method(_generator_backpressure_num_objects=limit)(members[method])
-    for kind in ("plain", "async"):
-        members[f"_fairlead_function_{kind}"] = delegate("_fairlead_apply", kind, names.index(FUNCTION))
     for method, function in members.items():
         function.__name__ = method
         function.__qualname__ = f"{WorkerHost.__name__}.{method}"
     return type(name, (base,), {"_fairlead_methods": names, **members})
 
 
-def _delegate(path: str, kind: str, number: int) -> Any:
+def _delegate(path: str, kind: str, number: int, running: type[_MethodRun] = _MethodRun) -> Any:
     """Return a method of a host that runs the method at a path of attributes, and records that it does."""
     find, method = operator.attrgetter(path), path.rpartition(".")[2]
     if "generator" in kind:
 
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with _MethodRun(self._fairlead_record, number, method):
+            with running(self._fairlead_record, number, method):
                 items = _items(method, find(self)(*args, **kwargs))
                 # Not `yield from`: Ray sends into the generators that it runs, which other iterators do not support.
-                for item in items if kind == "generator" else self._fairlead_iterate(items):
+                for item in items if kind == "generator" else self._fairlead_take(items):
                     yield item
                     self._fairlead_record.progress()
 
@@ -437,22 +477,13 @@ def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
     """Do the same as `_delegate` for a host whose async methods overlap."""
     find, method = operator.attrgetter(path), path.rpartition(".")[2]
     if kind == "generator":
-        run = _delegate(path, kind, number)
-
-        # Ray runs it in another thread.
-        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                yield from run(self, *args, **kwargs)
-            except (AsyncioActorExit, SystemExit) as error:
-                raise self._fairlead_exits.convert(error) from None
-
-        return generate
+        return _delegate(path, kind, number, _OverlappingRun)  # Ray runs it in another thread
     if kind == "async_generator":
 
         async def stream(self: Any, *args: Any, **kwargs: Any) -> Any:
             await self._fairlead_pass()
-            with _MethodRun(self._fairlead_record, number, method):
-                async for item in self._fairlead_exits.iterate(_items(method, find(self)(*args, **kwargs))):
+            with _OverlappingRun(self._fairlead_record, number, method):
+                async for item in _items(method, find(self)(*args, **kwargs)):
                     yield item
                     self._fairlead_record.progress()
 
@@ -461,10 +492,9 @@ def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
     # Ray runs plain methods of an asyncio actor on its event loop too.
     async def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
         await self._fairlead_pass()
-        async with self._fairlead_exits:
-            with _MethodRun(self._fairlead_record, number, method):
-                result = find(self)(*args, **kwargs)
-                return await _value(method, result) if kind == "async" or type(result) in _UNFINISHED else result
+        with _OverlappingRun(self._fairlead_record, number, method):
+            result = find(self)(*args, **kwargs)
+            return await _value(method, result) if kind == "async" or type(result) in _UNFINISHED else result
 
     return delegate
 

@@ -181,17 +181,22 @@ class OverlappingRecord(Record):
         super().__init__(methods, dump_signal)
 
     def begin(self, method: int) -> int:
-        """Record that a method starts, as `Record.begin` does."""
-        key = super().begin(method)
-        self._running[key] = self._now
-        self._show_longest()
+        """Record that a method starts, as `Record.begin` does.
+
+        Ray runs plain generators in other threads than the methods of the event loop.
+        """
+        with self._messaging:
+            key = super().begin(method)
+            self._running[key] = self._now
+            self._show_longest()
         return key
 
     def end(self, key: int) -> None:
         """Record that a method has ended, as `Record.end` does."""
-        self._now = self._running.pop(key, self._now)
-        super().end(key)
-        self._show_longest()
+        with self._messaging:
+            self._now = self._running.pop(key, self._now)
+            super().end(key)
+            self._show_longest()
 
     @property
     def running(self) -> int:

@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,14 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement.spi import ask_head, run_each
+from fairlead_placement.extension import ask_head, run_each
 from fairlead_sharding import NamedSharding
 
 from .._membership.judge import Judge
 from .._membership.model import Place, WorkerProcess, make_process
 from .._observe.display import Bar
 from .._observe.evidence import RayWitnesses, judge_errors
+from .._observe.query import WorkerLook
 from .._observe.remote_errors import remote_traceback
 from ..exceptions import WorkerStartError
 from .environment import (
@@ -43,6 +44,8 @@ WINDOW = 16
 SHOWN_EVERY_S = 0.1
 # How many ranks it is given; it names 8.
 NAMED = 9
+# How many late workers an error shows.
+SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -165,10 +168,12 @@ def wait_started(
     name: str,
     timeout_s: float,
     check: Callable[[], None],
+    look: Callable[[Sequence[WorkerPlan]], Sequence[WorkerLook | None]] = lambda late: [None] * len(late),
 ) -> list[dict[str, Any]]:
     """Wait until all constructors have finished; return what each worker reports, in the order of `plans`.
 
-    The actors are those that the answers come from; without them only the nodes are asked.
+    The actors are those that the answers come from; without them only the nodes are asked. `look` looks at workers that
+    are late.
     """
     began = time.monotonic()
     answers: dict[int, dict[str, Any]] = {}
@@ -191,12 +196,14 @@ def wait_started(
             except queue.Empty:
                 check()
                 if left <= 0:
-                    raise _late_error(list(pending.values()), len(started), timeout_s) from None
+                    slow = list(pending.values())
+                    raise late_error(slow, look(slow[:SHOWN]), len(started), timeout_s) from None
             else:
                 plan = pending.pop(at)
                 if (error := answer.exception()) is not None:
                     waiting = [other.place.rank for other in pending.values()]
-                    raise _start_error(error, plan, actors[at] if actors else None, len(answers), waiting) from error
+                    # The text has the traceback in the worker.
+                    raise _start_error(error, plan, actors[at] if actors else None, len(answers), waiting) from None
                 answers[at] = answer.result()
             if (now := time.monotonic()) - shown_at >= SHOWN_EVERY_S:
                 shown_at = now
@@ -205,12 +212,27 @@ def wait_started(
     return [answers[at] for at in range(len(started))]
 
 
-def _late_error(slow: Sequence[WorkerPlan], workers: int, timeout_s: float) -> WorkerStartError:
-    where = ", ".join(f"{plan.process}" for plan in slow[:8]) + (" and others" if len(slow) > 8 else "")
+def late_error(
+    slow: Sequence[WorkerPlan], looks: Sequence[WorkerLook | None], workers: int, timeout_s: float
+) -> WorkerStartError:
+    """Return the error about workers that have not started in time, given the looks at the first of them."""
+    lines = [_describe_start(plan, seen) for plan, seen in zip(slow, looks, strict=False)]
+    lines += [f"and {len(slow) - len(lines)} others"] if len(slow) > len(lines) else []
     return WorkerStartError(
-        f"{len(slow)} of {workers} workers had not finished their constructor after {timeout_s:.4g} s "
-        f"(Timeouts.start_s, or the timeout of a resize): {where}"
+        f"{len(slow)} of {workers} workers had not finished their constructor after {timeout_s:.4g} s. Give them more "
+        "time (timeout_s of launch, Timeouts.start_s of a group, the timeout of a resize), or look at what they wait "
+        "for:" + "".join(f"\n  {line}" for line in lines)
     )
+
+
+def _describe_start(plan: WorkerPlan, seen: WorkerLook | None) -> str:
+    """Return what a late worker is doing."""
+    process = plan.process
+    if seen is None:
+        return f"{process}: its node does not answer"
+    if not seen.pid:
+        return f"{process}: Ray has not started its process"
+    return f"{replace(process, pid=seen.pid)}: " + (f"at {seen.where}" if seen.where else "its process is starting")
 
 
 def _start_error(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fairlead_placement import Slot
-from fairlead_placement.spi import group_pairs, number_slots
+from fairlead_placement.extension import group_pairs, number_slots
 from fairlead_sharding import NamedSharding
 
 from .._membership.model import Place

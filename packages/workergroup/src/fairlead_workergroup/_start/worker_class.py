@@ -32,11 +32,6 @@ class Method:
     backpressure: int | None = None  # after so many items a generator waits until one is read
 
     @cached_property
-    def hosted(self) -> str:
-        """The name of the host's method that runs it."""
-        return self.name if self.function is None else f"_fairlead_function_{self.kind}"
-
-    @cached_property
     def result(self) -> str:
         """The result of a call: "value", or "items" if it yields them."""
         return "items" if self.kind in ("generator", "async_generator") else "value"
@@ -118,6 +113,12 @@ class WorkerClass:
     def actor_class(self) -> Any:
         """That class as a Ray actor class."""
         return ray.remote(self.host)
+
+    def find(self, method: "str | Callable[..., Any] | Method") -> Method:
+        """Return what `method` does; a `Method` is returned as it is."""
+        if isinstance(method, Method):
+            return method
+        return (self.methods.get(method) if isinstance(method, str) else None) or self.method(method)
 
     def method(self, method: str | Callable[..., Any]) -> Method:
         """Return the method for a method's name, a method of the class, or any other function."""

@@ -2,23 +2,23 @@
 """The interface for packages that are built on fairlead-placement, besides the names that users need.
 
 These names follow the same versioning as those of `fairlead_placement`. They send requests to Ray's head with a
-deadline, read what a cluster has, claim slots for a group of workers, run functions through node agents, and release
-what a dropped object holds.
+deadline, read what a cluster has, claim slots for a group of workers, run functions on nodes, publish values for other
+processes, and release what a dropped object holds.
 """
 
 from ._model import count_bundles, group_pairs
-from ._nodes.agent import run_on_nodes, usage_on_nodes
+from ._nodes.agent import call_in_agents, call_in_present_agents, leave_agents
 from ._nodes.background import Job, OneTimeEvent, run_each, run_in_thread
-from ._nodes.directory import (
-    Agent,
+from ._nodes.board import (
+    Board,
     await_published,
-    find_agents,
+    find_boards,
     publish,
+    read_board,
     read_boards,
-    read_newer,
-    run_on_agents,
     withdraw,
 )
+from ._nodes.functions import find_here, run_on_nodes
 from ._nodes.head import (
     alive_nodes,
     ask_head,
@@ -29,7 +29,7 @@ from ._nodes.head import (
     refuse_client,
     wait_until,
 )
-from ._nodes.rounds import Rounds
+from ._nodes.usage import usage_on_nodes
 from ._ray_private import (
     autoscaler_is_there,
     collect,
@@ -37,7 +37,6 @@ from ._ray_private import (
     drain_deadlines,
     draining_nodes,
 )
-from ._ray_private import worker_is_alive as process_is_alive
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.groups import place_pinned
@@ -48,13 +47,12 @@ from ._terminal import COMMAND_MARK, Output, add_command, attach, run_command
 from .exceptions import ErrorWithFields
 
 __all__ = [
-    "Agent",
+    "Board",
     "COMMAND_MARK",
     "ErrorWithFields",
     "Job",
     "OneTimeEvent",
     "Output",
-    "Rounds",
     "SlotClaim",
     "Waiting",
     "add_command",
@@ -63,6 +61,8 @@ __all__ = [
     "attach",
     "autoscaler_is_there",
     "await_published",
+    "call_in_agents",
+    "call_in_present_agents",
     "choose_alive",
     "claim_slots",
     "collect",
@@ -70,16 +70,17 @@ __all__ = [
     "count_bundles",
     "drain_deadlines",
     "draining_nodes",
-    "find_agents",
+    "find_boards",
+    "find_here",
     "group_pairs",
     "head_deadline",
+    "leave_agents",
     "number_slots",
     "place_pinned",
-    "process_is_alive",
     "publish",
+    "read_board",
     "read_boards",
     "read_holders",
-    "read_newer",
     "read_nodes",
     "refuse_client",
     "release_when_dropped",
@@ -87,7 +88,6 @@ __all__ = [
     "run_command",
     "run_each",
     "run_in_thread",
-    "run_on_agents",
     "run_on_nodes",
     "usage_on_nodes",
     "wait_until",

@@ -1,31 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The futures of requests, and the waits for them.
+"""The waits for replies, on threads and on event loops.
 
-Each wait is written once, for threads and for event loops: it is a coroutine, and waits by the methods of a `Waiter`.
-Those of a plain one block and never suspend it, so that a thread can run it to its end.
+The wait for arrivals is written once: it is a coroutine, and waits by the methods of a `Waiter`. Those of a plain one
+block and never suspend it, so that a thread can run it to its end.
 """
 
 import asyncio
 import concurrent.futures
 import contextlib
-import queue
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
-from ray import ObjectRefGenerator
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from .. import _world
-from .._ray_private import TASK_BYTES
-from .._world import NEVER, Deadline
+from .._world import Deadline
 from ..exceptions import WorkerGroupError
+from . import replies
+from .replies import NotYet
+
+
+class Waitable(Protocol):
+    """A call, as far as its end is waited for."""
+
+    sending: concurrent.futures.Future[Any] | None
+
+    @property
+    def futures(self) -> list[Any]: ...
+
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Waitable)
 # Raises or logs a delay, and returns the deadline of the rest of a wait.
 CheckLate = Callable[[Deadline], Deadline]
-# Futures, each with the list to which the items of a generator are added; None for a future of another kind.
+# Replies, each with the list to which the items of a generator are added; None for a reply of another kind.
 Futures = Mapping[Any, list[Any] | None]
 
 # A generator that always has an item must not keep the others waiting.
@@ -34,53 +43,6 @@ MOST_IN_A_TURN = 100
 REPORT_EVERY_S = 60.0
 # Packages whose frames say nothing about the user's error.
 INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_placement", "fairlead_workergroup", "ray"})
-
-
-def is_stream(future: Any) -> bool:
-    """Return whether a future is that of a generator method."""
-    return isinstance(future, ObjectRefGenerator)
-
-
-def end_of(future: Any) -> Any:
-    """Return the future that is ready when a worker has finished: the value itself, or the end of a generator."""
-    return future.completed() if is_stream(future) else future
-
-
-def task_of_future(future: Any) -> bytes:
-    """Return the id of the task that creates an object, or the items of a generator."""
-    task: bytes = end_of(future).binary()[:TASK_BYTES]
-    return task
-
-
-def is_not_ready(error: BaseException) -> bool:
-    """Return whether Ray itself ran out of time; a worker's own GetTimeoutError arrives as a RayTaskError."""
-    return isinstance(error, GetTimeoutError) and not isinstance(error, RayTaskError)
-
-
-class Inbox(Generic[T]):
-    """The results that other threads put here for one waiter."""
-
-    def __init__(self) -> None:
-        self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
-        self.wake: Callable[[], object] = lambda: None
-
-    def put(self, item: T) -> None:
-        """Add an item."""
-        self._items.put(item)
-        self.wake()
-
-    def is_empty(self) -> bool:
-        """Return whether nothing is here."""
-        return self._items.empty()
-
-    def take(self, seconds: float) -> list[T]:
-        """Return all items, once there is one; none after some seconds."""
-        items: list[T] = []
-        with contextlib.suppress(queue.Empty):
-            items.append(self._items.get(timeout=seconds))
-            while True:
-                items.append(self._items.get_nowait())
-        return items
 
 
 class Waiter:
@@ -92,13 +54,18 @@ class Waiter:
         """Wait until a call has been sent, or could not be."""
         concurrent.futures.wait([sending], seconds)
 
-    async def arrived(self, inbox: Inbox[T], seconds: float) -> list[T]:
-        """Return what is in an inbox, once there is something; an empty list after some seconds."""
-        return inbox.take(seconds)
-
     async def apart(self, work: Callable[..., T], *args: Any) -> T:
         """Run a function that may block."""
         return work(*args)
+
+    async def values(self, refs: Sequence[Any]) -> list[Any]:
+        """Return the values of references that are ready or will be soon."""
+        return replies.values(refs, None)
+
+    async def finished(self, calls: Iterable[C], seconds: float) -> list[C]:
+        """Return the calls of one worker each that have finished, once there is one; none after some seconds."""
+        call_of = {call.futures[0]: call for call in calls}
+        return [call_of[reply] for reply in await self.news(dict.fromkeys(call_of), seconds)]
 
     async def news(
         self, futures: Futures, seconds: float | None, *, here: bool = False, most: int = MOST_IN_A_TURN
@@ -133,31 +100,45 @@ class Waiter:
             if news:
                 return news
 
-    async def all(self, futures: Sequence[Any], deadline: Deadline, check_late: CheckLate) -> list[Any]:
-        """Return the values of futures, or raise the first error.
 
-        The transfer of values to the driver does not count against the deadline.
-        """
-        while True:
-            seconds = REPORT_EVERY_S if deadline.at is None else deadline.left(at_most=REPORT_EVERY_S)
-            try:
-                # `ray.get` would start a Ray even for none.
-                return _world.current.get(list(futures), timeout=seconds) if futures else []
-            except Exception as error:
-                if not is_not_ready(error):
-                    raise
+def get_all(refs: Sequence[Any], deadline: Deadline, check_late: CheckLate) -> list[Any]:
+    """Return the values of references, or raise the first error.
+
+    The transfer of values to the driver does not count against the deadline.
+    """
+    while True:
+        try:
+            return replies.values(refs, deadline.left(at_most=REPORT_EVERY_S))
+        except NotYet:
             deadline = check_late(deadline)
 
-    async def drain(self, futures: Futures, deadline: Callable[[], Deadline], check_late: CheckLate) -> None:
-        """Wait until all futures have ended, and take the items of generators as they arrive; raise the first error."""
-        waiting = dict(futures)
-        while waiting:
-            for future, has_ended in (await self.some(waiting, deadline(), check_late)).items():
-                if has_ended:
-                    # A generator that raises gives its error as its last item; if its worker died, its completion.
-                    items = waiting.pop(future)
-                    ends = [future] if items is None else [*items[-1:], future.completed()]
-                    await self.all(ends, NEVER, check_late)
+
+def drain(futures: Futures, deadline: Callable[[], Deadline], check_late: CheckLate) -> None:
+    """Wait until all replies have ended, and take the items of generators as they arrive; raise the first error."""
+    waiting = dict(futures)
+    while waiting:
+        for reply, has_ended in block(ON_THREAD.some(waiting, deadline(), check_late)).items():
+            if has_ended:
+                # A generator that raises gives its error as its last item; if its worker died, its completion.
+                items = waiting.pop(reply)
+                replies.values([reply] if items is None else [*items[-1:], reply.completed()], None)
+
+
+async def until_ended(refs: Sequence[Any], deadline: Deadline, check_late: CheckLate) -> None:
+    """Wait on the event loop until all references are ready or one has an error, or until the deadline."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(ended.set)
+
+    replies.watch(refs, wake)
+    while not ended.is_set() and not deadline.passed:
+        try:
+            await asyncio.wait_for(ended.wait(), deadline.left(at_most=REPORT_EVERY_S))
+        except TimeoutError:
+            if not deadline.passed:
+                await asyncio.to_thread(check_late, deadline)
 
 
 def _take_ready(future: Any, items: list[Any] | None, most: int) -> bool:
@@ -195,16 +176,14 @@ class OnLoop(Waiter):
         waiting.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
         await asyncio.wait([waiting], timeout=seconds)
 
-    async def arrived(self, inbox: Inbox[T], seconds: float) -> list[T]:
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-        inbox.wake = partial(loop.call_soon_threadsafe, event.set)
-        try:
-            if inbox.is_empty():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(event.wait(), seconds)
-        finally:
-            inbox.wake = lambda: None
-        return inbox.take(0.0)
+    async def finished(self, calls: Iterable[C], seconds: float) -> list[C]:
+        call_of = {_end_of_call(call): call for call in calls}
+        arrived = await self.news(dict.fromkeys(call_of), seconds)
+        # A call that has just been sent has not finished.
+        return [call for one, call in call_of.items() if one in arrived and one is _end_of_call(call)]
+
+    async def values(self, refs: Sequence[Any]) -> list[Any]:
+        return [await asyncio.wrap_future(ref.future()) for ref in refs]
 
     async def apart(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.to_thread(work, *args)
@@ -214,29 +193,31 @@ class OnLoop(Waiter):
     ) -> dict[Any, bool]:
         running = {self._start(future, items, most): future for future, items in futures.items()}
         done, _ = await asyncio.wait(running, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        # The value of a future that is not a generator, or its error, is asked for next.
-        return {one: futures[one] is None or self._tasks.pop(one).result() for one in (running[task] for task in done)}
-
-    async def all(self, futures: Sequence[Any], deadline: Deadline, check_late: CheckLate) -> list[Any]:
-        tasks = [self._start(future) for future in futures]
-        late = set(tasks)
-        while late:
-            seconds = deadline.left(at_most=REPORT_EVERY_S)
-            _, late = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-            for task in (task for task in tasks if task.done()):
-                task.result()
-            if late:
-                deadline = await self.apart(check_late, deadline)
-        for future in futures:
-            self._tasks.pop(future, None)
-        return [task.result() for task in tasks]
+        news: dict[Any, bool] = {}
+        for one in [running[task] for task in done]:
+            task = self._tasks.pop(one)
+            # The value of a reply that is not a generator, or its error, is asked for next.
+            news[one] = (
+                task.result() if futures[one] is not None else bool(task.cancelled() or task.exception() or True)
+            )
+        return news
 
     def _start(self, future: Any, items: list[Any] | None = None, most: int = 0) -> asyncio.Future[Any]:
         """Return the task of a future, of which there is one."""
         if future not in self._tasks:
-            made = asyncio.wrap_future(future.future()) if items is None else _take_next(future, items, most)
-            self._tasks[future] = asyncio.ensure_future(made)
+            if items is not None:
+                self._tasks[future] = asyncio.ensure_future(_take_next(future, items, most))
+            else:
+                is_own = isinstance(future, concurrent.futures.Future)
+                self._tasks[future] = asyncio.wrap_future(future if is_own else future.future())
         return self._tasks[future]
+
+
+def _end_of_call(call: Waitable) -> Any:
+    """Return what is ready when a call of one worker has finished: its reply, or what a call waits for to be sent."""
+    sending = call.sending
+    is_sent = sending is None or (sending.done() and not sending.cancelled() and sending.exception() is None)
+    return call.futures[0] if is_sent else sending
 
 
 async def _take_next(future: Any, items: list[Any], most: int) -> bool:
@@ -353,7 +334,7 @@ class short_traceback(contextlib.AbstractContextManager[None]):
             return
         if not isinstance(error, (WorkerGroupError, RayError)) and not isinstance(error.__cause__, RayError):
             return
-        while isinstance(error.__context__, RayError) and error.__cause__ is None:
+        while isinstance(error.__context__, (RayError, NotYet)) and error.__cause__ is None:
             error.__context__ = error.__context__.__context__
         kept, frame = [traceback], traceback.tb_next
         while frame is not None:

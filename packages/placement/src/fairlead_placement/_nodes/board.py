@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What processes publish at the agents of their own nodes, for any process of the cluster to read."""
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import ray
+
+from .._ray_private import collect, connection
+from ..exceptions import PlacementError
+from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_agents, board_prefix, nodes_with, release, send_to_agents
+from .head import ask_head, head_deadline, refuse_client
+
+logger = logging.getLogger(__name__)
+# For the request to Ray's head that creates the agent, if there is none.
+PUBLISH_S = 10.0
+# What this process has published, by key: the connection to Ray, the version and the value.
+_published: dict[str, tuple[object | None, int, Any]] = {}
+
+
+@dataclass(frozen=True)
+class Board:
+    """The agent of a process on its own node, which has what the process has published.
+
+    Attributes:
+        job_id: Ray's id of the job of the process, hexadecimal.
+        owner: Ray's worker id of the process.
+        name: of the agent's actor. A process whose agent has just died may have two for a moment.
+        handle: the agent's actor.
+    """
+
+    job_id: str
+    owner: str
+    name: str
+    handle: Any = field(compare=False, repr=False)
+
+
+def publish(key: str, version: int, value: Any) -> None:
+    """Publish a value under a key at the agent of this process's node, without waiting for the agent.
+
+    It is there until it is withdrawn or this process ends. If the agent dies, the value is published at a new one. If
+    Ray's head is silent when an agent has to be created, nothing is published, with a line in the log.
+
+    Args:
+        key: unique among all processes.
+        version: 1 or more; a value of a higher version takes the place of an older one.
+        value: plain data.
+    """
+    refuse_client()
+    here = connection()
+    for other in [other for other, (on, *_) in _published.items() if on is not here]:
+        _published.pop(other, None)
+    _published[key] = here, version, value
+    _send(key, version, value)
+
+
+def _send(key: str, version: int, value: Any) -> None:
+    node_id = ray.get_runtime_context().get_node_id()
+    try:
+        with head_deadline(PUBLISH_S):
+            send_to_agents("publish", {node_id: (key, version, value)}, {node_id: (key,)}, _publish_again)
+    except (PlacementError, ray.exceptions.RayError) as error:
+        logger.warning("Cannot publish %s, so other processes do not see its latest state: %s", key, error)
+
+
+def _publish_again(node_id: str, keys: Sequence[str], why: str) -> None:
+    logger.info("The agent of node %s has died, and what it had is published again: %s", node_id[:8], why)
+    for key in keys:
+        if (published := _published.get(key)) is not None:
+            _send(key, *published[1:])
+
+
+def await_published(key: str, *, timeout_s: float) -> bool:
+    """Return whether the agent has what was published under a key last; wait for that until the timeout.
+
+    After this has returned True, a process that reads the board gets this value or a newer one.
+    """
+    if (published := _published.get(key)) is None:
+        return False  # it has been withdrawn since
+    node_id = ray.get_runtime_context().get_node_id()
+    answer = ask_agents(
+        "publish", {node_id: (key, *published[1:])}, {node_id: (key,)}, timeout_s=timeout_s, on_loss=_publish_again
+    )[node_id]
+    if isinstance(answer, Exception):
+        logger.debug("Cannot tell whether %s is published: %s", key, answer)
+    if key not in _published:
+        withdraw(key)
+    return not isinstance(answer, Exception)
+
+
+def withdraw(key: str) -> None:
+    """Withdraw for good what this process has published under a key, without waiting for it."""
+    _published.pop(key, None)
+    release(dict.fromkeys(nodes_with(key), (key,)), timeout_s=0.0)
+
+
+def find_boards(job_id: str = "", owner: str = "") -> list[Board]:
+    """Return the boards of all processes of the cluster, or those of one.
+
+    A process whose agent has just died may have two of them for a moment, of which one does not answer.
+
+    Args:
+        job_id: Ray's id of the job of the process; "" for all processes.
+        owner: Ray's worker id of the process.
+
+    Raises:
+        HeadTimeoutError: Ray's head did not answer within `head_deadline`.
+    """
+    return ask_head("list the boards", _find_boards, board_prefix(job_id, owner) if owner else AGENT_NAME_PREFIX)
+
+
+def _find_boards(prefix: str) -> list[Board]:
+    boards = []
+    for row in ray.util.list_named_actors(all_namespaces=True):
+        if row["namespace"] != NAMESPACE or not row["name"].startswith(prefix):
+            continue
+        job_id, owner, _ = row["name"].removeprefix(AGENT_NAME_PREFIX).split("-")
+        with contextlib.suppress(ValueError):  # it has ended since
+            boards.append(Board(job_id, owner, row["name"], ray.get_actor(row["name"], namespace=NAMESPACE)))
+    return boards
+
+
+def read_boards(boards: Sequence[Board], prefix: str, *, timeout_s: float) -> dict[Board, dict[str, Any] | Exception]:
+    """Return by board the values whose keys begin with a prefix, or why its agent did not answer."""
+    return _collect("read_all", boards, (prefix,), timeout_s)
+
+
+def read_board(board: Board, key: str, version: int, *, timeout_s: float) -> tuple[int, Any] | Exception:
+    """Return the version of what is published under a key, and the value if it is newer than `version`.
+
+    Returns:
+        (0, None) if nothing is published there; an exception if the agent did not answer.
+    """
+    answer: tuple[int, Any] | Exception = _collect("read", [board], (key, version), timeout_s)[board]
+    return answer
+
+
+def _collect(method: str, boards: Sequence[Board], args: Sequence[Any], timeout_s: float) -> dict[Board, Any]:
+    sends = {board: partial(getattr(board.handle, method).remote, *args) for board in boards}
+    answers: dict[Board, Any] = {}
+    for board, (answer, error) in collect(sends, timeout_s).items():
+        if isinstance(error, ray.exceptions.GetTimeoutError):
+            error = PlacementError(f"The agent of process {board.owner[:8]} did not answer within {timeout_s:g} s.")
+        answers[board] = answer if error is None else error
+    return answers

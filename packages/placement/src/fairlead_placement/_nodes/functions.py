@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs functions on nodes: on threads where this process sees the node's processes itself, elsewhere in tasks.
+
+A task needs no CPU, and starts even if all of them are taken. It is never repeated.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from .._ray_private import block_shutdown, collect, connection, find_nodes_here, start_task
+from ..exceptions import PlacementError, PlacementTimeoutError
+from .background import Job, run_in_thread
+from .head import ask_head, head_deadline, refuse_client
+
+_T = TypeVar("_T")
+# A machine with 10,000 processes has listed its raylets by then.
+FIND_S = 1.0
+# Whether this process sees the processes of a node, by its id, and the connection for which that is known.
+_seen: tuple[object | None, dict[str, bool]] = (None, {})
+
+
+def run_on_nodes(
+    function: Callable[..., _T], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float = 60.0
+) -> dict[str, _T | Exception]:
+    """Call a function on several nodes at once.
+
+    Where this process sees the processes of a node itself, the function runs on a thread of this process, without a
+    request. Elsewhere it runs in a task without the environment of the job, which needs no CPU and takes up to a second
+    to start. It is called once, whatever happens, and is not interrupted.
+
+    Args:
+        function: shipped by value if its module is registered for that, else by name.
+        arguments: the function's positional arguments, by node id.
+        timeout_s: seconds that all of it may take.
+
+    Returns:
+        By node id, what the function returned there, or the exception with which it failed. Exceptions are not raised,
+        so that a node that is gone does not hide what the other nodes return.
+    """
+    deadline = time.monotonic() + timeout_s
+    here = find_here(arguments)
+    jobs = {node_id: run_in_thread(function, *args) for node_id, args in arguments.items() if node_id in here}
+    elsewhere = {node_id: args for node_id, args in arguments.items() if node_id not in here}
+    answers: dict[str, Any] = run_in_tasks(function, elsewhere, timeout_s=max(0.0, deadline - time.monotonic()))
+    for node_id, job in jobs.items():
+        is_over = job.over.wait(max(0.0, deadline - time.monotonic()))
+        answers[node_id] = _answer_of(job, function, node_id) if is_over else _late(function, node_id, timeout_s)
+    return {node_id: answers[node_id] for node_id in arguments}
+
+
+def find_here(node_ids: Iterable[str]) -> frozenset[str]:
+    """Return those nodes whose processes this process sees by the same pids, and may read."""
+    global _seen
+    here = connection()
+    if _seen[0] is not here:
+        _seen = here, {}
+    known, wanted = _seen[1], set(node_ids)
+    if not wanted <= known.keys():  # a node that runs has a raylet, so a look is enough for its life
+        try:
+            found = run_in_thread(find_nodes_here).result(FIND_S)
+        except TimeoutError:
+            return frozenset(node_id for node_id in wanted if known.get(node_id))
+        known.update((node_id, node_id in found) for node_id in wanted)
+    return frozenset(node_id for node_id in wanted if known[node_id])
+
+
+def _answer_of(job: Job[Any], function: Callable[..., Any], node_id: str) -> Any:
+    error = job.future.exception()
+    if error is None or isinstance(error, Exception):
+        return job.future.result() if error is None else error
+    return _ended(function, node_id, error)  # it called sys.exit
+
+
+@functools.cache
+def _remote() -> Any:
+    """Return the remote function that calls any other, which so is sent to the head once for each connection."""
+
+    def call(code: bytes, *args: Any) -> Any:
+        return ray.cloudpickle.loads(code)(*args)
+
+    return ray.remote(num_cpus=0, max_retries=0)(call)
+
+
+def run_in_tasks(
+    function: Callable[..., _T], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float
+) -> dict[str, _T | Exception]:
+    """Call a function in a worker process of Ray on each node; else as `run_on_nodes`."""
+    if not arguments:
+        return {}
+    refuse_client()
+    deadline = time.monotonic() + timeout_s
+    code = ray.cloudpickle.dumps(function)
+    tasks: dict[str, Any] = {}
+
+    def start() -> dict[str, Any]:
+        return {
+            node_id: start_task(
+                _remote(), (code, *args), scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+            )
+            for node_id, args in arguments.items()
+        }
+
+    try:
+        with head_deadline(timeout_s):
+            started = ask_head("send a function to nodes", start, undo=_cancel)
+        tasks.update(started)
+        del started
+        answers = collect(
+            {node_id: functools.partial(tasks.get, node_id) for node_id in tasks}, deadline - time.monotonic()
+        )
+    except (PlacementError, ray.exceptions.RayError) as error:
+        return dict.fromkeys(arguments, error)
+    finally:
+        with block_shutdown():
+            tasks.clear()
+    return {
+        node_id: answer if error is None else _explain(function, node_id, timeout_s, error)
+        for node_id, (answer, error) in answers.items()
+    }
+
+
+def _cancel(tasks: dict[str, Any]) -> None:
+    """Cancel tasks whose caller has stopped waiting before they were sent."""
+    with block_shutdown():
+        for task in tasks.values() if ray.is_initialized() else ():
+            ray.cancel(task)
+        tasks.clear()
+
+
+def _explain(function: Callable[..., Any], node_id: str, limit_s: float, error: Exception) -> Exception:
+    # A function's own error is a RayTaskError, whatever its class.
+    if isinstance(error, ray.exceptions.RayTaskError) or not isinstance(error, ray.exceptions.RayError):
+        return error
+    if isinstance(error, ray.exceptions.GetTimeoutError):
+        return _late(function, node_id, limit_s)
+    if isinstance(error, ray.exceptions.WorkerCrashedError):
+        return _ended(function, node_id, error)
+    failed = PlacementError(
+        f"{_name(function)} could not run on node {node_id}: {error}. If the node is gone, `replace_lost_nodes()` of "
+        "its cluster reserves others."
+    )
+    failed.__cause__ = error
+    return failed
+
+
+def _late(function: Callable[..., Any], node_id: str, limit_s: float) -> PlacementTimeoutError:
+    return PlacementTimeoutError(
+        f"{_name(function)} has not returned on node {node_id} within {limit_s:.3g} s. The node may be very busy, or "
+        "its raylet stopped: try again, or look at the node."
+    )
+
+
+def _ended(function: Callable[..., Any], node_id: str, cause: BaseException) -> PlacementError:
+    error = PlacementError(
+        f"{_name(function)} ended its process on node {node_id}. It was called once, and is not called again."
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"The function {getattr(function, '__name__', function)!r}"

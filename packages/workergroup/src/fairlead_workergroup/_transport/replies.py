@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of calls to Ray, and the replies that come back: the only module that sends calls and waits for them.
+
+A reply is an `ObjectRef`, or the generator of them that a method returns which yields.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ray import ObjectRef
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from .. import _world
+from .._ray_private import TASK_BYTES, actor_id_of_ref, end_of, on_ready
+
+
+class Request(NamedTuple):
+    """The request to one worker: a method of its host, the arguments, and the back-pressure its host does not know."""
+
+    method: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    backpressure: int | None = None
+
+
+class NotYet(Exception):
+    """A reply has not come in time."""
+
+
+def submit(handles: Iterable[Any], requests: Iterable[Request]) -> list[Any]:
+    """Send a request to each worker, in order; return the replies without waiting for them.
+
+    Once it has begun, it runs to its end: a Ctrl-C inside is raised when all workers have their request.
+    """
+    replies: list[Any] = []
+    interrupted: KeyboardInterrupt | None = None
+    for handle, request in zip(handles, requests, strict=True):
+        method = getattr(handle, request.method)
+        if request.backpressure is not None:
+            method = method.options(_generator_backpressure_num_objects=request.backpressure)
+        try:
+            replies.append(method.remote(*request.args, **request.kwargs))
+        except KeyboardInterrupt as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
+    return replies
+
+
+def task_of(reply: Any) -> bytes:
+    """Return the id of the task that makes a reply."""
+    task: bytes = end_of(reply).binary()[:TASK_BYTES]
+    return task
+
+
+def actor_of(reply: Any) -> str:
+    """Return the id of the actor that makes a reply."""
+    return actor_id_of_ref(end_of(reply))
+
+
+def values(refs: Sequence[Any], seconds: float | None) -> list[Any]:
+    """Return the values of references; the first error ends the wait.
+
+    Raises:
+        NotYet: one has not come in time.
+    """
+    try:
+        # `ray.get` would start a Ray even for none.
+        return _world.current.get(list(refs), timeout=seconds) if refs else []
+    except GetTimeoutError as error:
+        if isinstance(error, RayTaskError):  # that of a worker
+            raise
+        raise NotYet from None
+
+
+def wait(refs: Sequence[Any], seconds: float | None = 0.0, *, first: bool = False) -> tuple[list[Any], list[Any]]:
+    """Return the references that are ready and the others, once all are, or with `first` one; or after some seconds."""
+    if not refs:
+        return [], []
+    return _world.current.wait(refs, num_returns=1 if first else len(refs), timeout=seconds, fetch_local=False)
+
+
+def error_of(ref: Any, seconds: float = 0.0) -> BaseException | None:
+    """Return the error of a reference; None if it has a value, or one that does not come in some seconds."""
+    try:
+        values([ref], seconds)
+    except NotYet:
+        return None
+    except RayError as error:  # every exception of a worker
+        failure: BaseException = error
+        return failure.with_traceback(None)
+    return None
+
+
+def watch(refs: Sequence[ObjectRef[Any]], wake: Callable[[], object]) -> None:
+    """Call a function when all references are ready, or one has an error: once or more, on a thread of Ray.
+
+    Ray unpickles each value for that, in its own thread.
+    """
+    missing = list(range(len(refs)))  # `pop` is atomic
+
+    def note(value: Any) -> None:
+        missing.pop()
+        if not missing or isinstance(value, RayError):
+            wake()
+
+    for ref in refs:
+        on_ready(ref, note)
