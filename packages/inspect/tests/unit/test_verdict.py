@@ -123,6 +123,16 @@ def test_not_late_yet():
     assert blamed(short, after_s=1.0) == [("late", (1,), "certain")]
 
 
+def test_unknown_last_run():
+    """A rank that does not move is no all-clear where the kernel does not say when it ran: its call says since when."""
+    hung = [ALL_REDUCE, QUEUE, ALL_REDUCE]
+    unknown = fleet_of(hung, how={1: {"age": None}})
+    assert blamed(unknown) == [("late", (1,), "likely")]
+    (found,) = diagnose(unknown)
+    assert (found.since_source, found.since_s) == ("start of its call", 200.0)
+    assert kinds(replace(unknown, calls=())) == ["undecided"]
+
+
 def test_spinning_rank():
     """A rank that spins outside of the collective may be stuck or work, so that it is a suspect and not blamed."""
     spins = {"ticks": 90, "switches": 40, "before": LOOP, "states": ("R", "R"), "age": 0.0}

@@ -224,14 +224,17 @@ def _name_sleep(waits_on: str, line: str) -> str:
 
 
 def _read_age(pid: int, tid: int, clocks: dict[int, float | None]) -> float | None:
-    """Return how long ago a thread ran last; None if that is not known. Each processor's clock is read once."""
+    """Return how long ago a thread ran last; None if that is not known. Each processor's clock is read once.
+
+    A thread that the kernel has moved while it slept may have run by the clock of another processor, and in the future.
+    """
     if (last := read_last_run(pid, tid)) is None:
         return None
     ran, processor = last
     if processor not in clocks:
         clocks[processor] = read_clock(processor)
     clock = clocks[processor]
-    return None if clock is None else max(0.0, clock - ran)
+    return None if clock is None or clock < ran else clock - ran
 
 
 def _subtract(last: int | None, first: int | None) -> int | None:

@@ -60,14 +60,16 @@ class Case:
         """Return for how long a process has stood where it stands, and what says so; None if that is not known.
 
         A thread that rests says it itself, and a child that it waits for more. One that polls has waited since its call
-        began. One that spins has no age, since a long computation looks the same.
+        began, as one that rests where the kernel does not say when it ran. One that spins has no age, since a long
+        computation looks the same.
         """
         at = self.at(key)
         if (held := self.holding_child(key)) is not None and held[0].since_s is not None:
             return held[0].since_s, "last run of its child"
-        if at.motion in ("still", "disk", "stopped"):
+        rests = at.motion in ("still", "disk", "stopped")
+        if rests and at.since_s is not None:
             return at.since_s, RAN
-        return (self.call_age(key), CALLED) if at.motion == "waking" else (None, "")
+        return (self.call_age(key), CALLED) if rests or at.motion == "waking" else (None, "")
 
     def sleeps(self, key: str) -> bool:
         """Return whether a process sleeps, waits for a person, or has traffic where it stands: it waits on purpose."""

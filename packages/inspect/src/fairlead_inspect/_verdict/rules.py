@@ -115,6 +115,8 @@ _TABLE = (
          "was not seen long enough to say whether it moves"),
     _Row("undecided", lambda end, after: end.age is None and end.at.motion == "waking",
          "wakes up now and then at one line, and it is not known since when"),
+    _Row("undecided", lambda end, after: end.age is None and end.at.motion != "spinning",
+         "does not move, and it is not known since when"),
     _Row("working", lambda end, after: not end.late and not (end.collective and end.at.motion == "spinning"),
          "others wait for it, but it has not stood still for as long as --after"),
     _Row("disk", lambda end, after: end.at.motion == "disk" and end.certain and not end.missing,
