@@ -11,7 +11,7 @@ import ray
 from fairlead_placement import HeadTimeoutError, PlacementError, PlacementTimeoutError
 from fairlead_placement._nodes import agent as _agent
 from fairlead_placement._nodes import board
-from fairlead_placement._nodes.agent import ask_agents, nodes_with, release
+from fairlead_placement._nodes.agent import ask_agents, nodes_with, release, send_to_agents
 
 GONE = ray.exceptions.ActorDiedError()
 AWAY = ray.exceptions.ActorUnavailableError("away", None)
@@ -105,6 +105,21 @@ def test_an_agent_lives_as_long_as_it_holds_something(agents):
     _agent._lose(_agent._agents["n0"], "it was\n\tlong")
     assert lost == [("n0", ["c"], "it was")]
     assert nodes_with() == []
+
+
+@pytest.mark.parametrize("send", [ask_agents, send_to_agents])
+def test_a_release_while_an_agent_is_created(agents, monkeypatch, send):
+    """What is released before its agent exists is not held by it, and the agent ends if nothing else is."""
+    agents.answers["n0"] = ["held"]
+    create = agents.create
+
+    def release_meanwhile(node_id):
+        release({"n0": ["mine"]}, timeout_s=60.0)
+        return create(node_id)
+
+    monkeypatch.setattr(_agent, "_create_actor", release_meanwhile)
+    send("lease", {"n0": ()}, {"n0": ("mine",)}, on_loss=lambda *_: None)
+    assert (agents.created, agents.killed, nodes_with()) == (["n0"], ["n0"], [])
 
 
 def test_agents_are_created_together(agents, monkeypatch):

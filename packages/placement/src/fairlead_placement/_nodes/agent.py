@@ -111,7 +111,9 @@ def ask_agents(
             if failure is None and not _confirm(agents[node_id], names[node_id], on_loss):
                 failure = ray.exceptions.ActorDiedError()
             answers[node_id] = answer if failure is None else _explain(node_id, method, timeout_s, failure)
-            if isinstance(failure, _GONE) and not isinstance(failure, ray.exceptions.RayTaskError):
+            is_gone = isinstance(failure, _GONE) and not isinstance(failure, ray.exceptions.RayTaskError)
+            # A name that was released in the meantime is not held again.
+            if is_gone and agents[node_id].holds.keys() >= {*names[node_id]}:
                 again.append(node_id)
         left = again if repeat and time.monotonic() < deadline else []
         if not left:
@@ -125,9 +127,9 @@ def send_to_agents(
 ) -> None:
     """Send the same without waiting for the answers, within `head_deadline`."""
     agents = _get_agents(names, time.monotonic() + ANSWER_S)
+    _send(method, agents, arguments, time.monotonic())
     for node_id, agent in agents.items():
         _confirm(agent, names[node_id], on_loss)
-    _send(method, agents, arguments, time.monotonic())
 
 
 def ask_present(method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> dict[str, Any]:
@@ -152,7 +154,9 @@ def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> dict[s
     try:
         answers = ask_present("release", requests, timeout_s=timeout_s)
     finally:
-        for node_id, agent in agents.items():
+        with _lock:
+            holding = {node_id: _agents[node_id] for node_id in names if node_id in _agents}  # also while it is created
+        for node_id, agent in holding.items():
             _leave(agent, names[node_id])
     late = {node_id: one for node_id, one in answers.items() if isinstance(one, Exception)}
     return {node_id: one for node_id, one in late.items() if not isinstance(one.__cause__, _DEAD)}
@@ -219,6 +223,12 @@ def nodes_with(name: str | None = None) -> list[str]:
         return [node_id for node_id, agent in _agents.items() if name is None or name in agent.holds]
 
 
+def used_agents() -> set[str]:
+    """Return the actor ids of the agents that hold something for this process."""
+    with _lock:
+        return {agent.handle._actor_id.hex() for agent in _agents.values() if agent.handle is not None and agent.holds}
+
+
 def _present(node_ids: Iterable[str]) -> dict[str, _Agent]:
     """Return the agents of some nodes that this process has."""
     here = connection()
@@ -263,6 +273,7 @@ def _create(agents: Sequence[_Agent]) -> None:
         for agent, handle in zip(agents, handles, strict=True):
             agent.handle = handle
             _watch(agent)
+            _leave(agent, ())  # if all that it was to hold was released in the meantime
     except BaseException as error:
         # Threads that wait for these agents get the error too.
         failure = error if isinstance(error, Exception) else PlacementError(f"{request} was interrupted. Try again.")
@@ -334,7 +345,7 @@ def _lose(agent: _Agent, why: str) -> None:
 
 
 def _leave(agent: _Agent, names: Collection[str]) -> None:
-    """Note that an agent does not hold names any more, and end it if it holds nothing else."""
+    """Note that an agent does not hold names any more, and end it, once it is created, if it holds nothing else."""
     with _lock:
         for name in names:
             agent.holds.pop(name, None)

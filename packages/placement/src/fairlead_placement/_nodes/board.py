@@ -65,6 +65,8 @@ def _send(key: str, version: int, value: Any) -> None:
             send_to_agents("publish", {node_id: (key, version, value)}, {node_id: (key,)}, _publish_again)
     except (PlacementError, ray.exceptions.RayError) as error:
         logger.warning("Cannot publish %s, so other processes do not see its latest state: %s", key, error)
+    if key not in _published:  # another thread has withdrawn it in the meantime
+        withdraw(key)
 
 
 def _publish_again(node_id: str, keys: Sequence[str], why: str) -> None:
