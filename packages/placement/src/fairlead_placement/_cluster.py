@@ -20,7 +20,7 @@ from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.gpus import check_gpu_ids
 from ._reserve.held import Holding, find_bundles, not_returned
-from ._reserve.wait import examine, examine_reserved
+from ._reserve.wait import examine
 from ._show import ReservationReport, count_bundles, draw
 from ._slot import Slot
 from .exceptions import PlacementError
@@ -32,21 +32,20 @@ class RayVirtualCluster:
     Args:
         bundle_ct_per_node_list: the number of bundles of each logical node; 0 skips the node.
         use_gpus: each bundle holds one GPU, if `accelerators` does not say more.
-        max_colocated_worker_groups: how many worker groups may share the slots. Each bundle holds `cpus_per_worker` for
+        max_colocated_worker_groups: how many worker groups may share the slots. Each bundle has `cpus_per_worker` for
             each of them.
         num_gpus_per_node: GPUs of a physical node, for the `configure_worker` of workers; 0 only without GPUs.
         name: appears in messages and in Ray's placement-group table.
         placement_group_strategy: how Ray lays out the bundles of *one logical node*: "STRICT_PACK" (on one physical
             node), "PACK", "SPREAD", "STRICT_SPREAD".
         enable_colocation: at least two worker groups may share the slots.
-        gpu_ids: the GPUs of their nodes that the bundles hold: a list of ids (with one logical node in use), a list per
-            logical node, or "auto" (None) for any GPUs. Not together with `segment_size`.
-        accelerators: the accelerators that each bundle holds, by the name that Ray has for them: `{"GPU": 0.5}`,
-            `{"neuron_cores": 2}`, `{"TPU": 4}`, `{"HPU": 1}`, `{"NPU": 1}`, or `{}` for none.
+        gpu_ids: the GPUs that the bundles hold: a list of ids (with one logical node in use), a list per logical node,
+            or "auto" (None) for any GPUs. Not together with `segment_size`.
+        accelerators: the accelerators that each bundle holds, by Ray's names: `{"GPU": 0.5}`, `{"neuron_cores": 2}`,
+            `{"TPU": 4}`, `{"HPU": 1}`, `{"NPU": 1}`, or `{}` for none.
         accelerator_type: the model of these, as Ray names it, such as "A100".
         cpus_per_worker: the CPUs of a worker of each group.
-        monitor_memory: sample the memory of the nodes once a second while the cluster is reserved; see
-            `get_resource_usage`.
+        monitor_memory: sample the memory of the nodes once a second while the cluster is reserved.
         communication_backend: "nccl" or "gloo", for workers to use; None for "nccl" with GPUs and "gloo" without.
         port_range_low: first port that may be leased.
         port_range_high: last port that may be leased, included.
@@ -255,23 +254,17 @@ class RayVirtualCluster:
         return sum(count > 0 for count in self._counts)
 
     def explain(self, *, unified: bool = False) -> ReservationReport:
-        """Report whether a reservation would fit now, on which nodes, and who holds what is missing. Reserves nothing.
+        """Report whether a new reservation would fit now, on which nodes, and who holds what is missing.
 
-        For `gpu_ids` the answer is about any GPUs: only a process that holds a GPU can read its id.
+        Reserves nothing. For `gpu_ids` the answer is about any GPUs: only a process that holds a GPU can read its id.
 
         Args:
-            unified: as for `reserve`. It has no effect if the cluster is reserved.
-
-        Returns:
-            The report. If the cluster is reserved, its verdict is "reserved", and it shows the nodes and since when.
+            unified: as for `reserve`.
 
         Raises:
             PlacementError: Ray is not running.
         """
         with head_deadline():
-            held, slots = self._holding.held, self._shown_slots()
-            if held and slots:
-                return examine_reserved(self._holding.request.asks, slots, held.at)
             return examine(replace(self._holding.request, unified=unified))
 
     def reserve(self, *, unified: bool = False) -> "RayVirtualCluster":

@@ -15,14 +15,13 @@ import ray
 
 from ._nodes.background import run_in_thread
 from ._nodes.head import CLIENT_REMEDY, ask_head, refuse_client
-from ._ray_private import Raylet, cluster_file, connect_to_head, has_node_here, list_raylets
+from ._ray_private import Raylet, cluster_file, connect_to_head, list_raylets
 from .exceptions import HeadTimeoutError, PlacementError
 
 logger = logging.getLogger(__name__)
 # A head answers within milliseconds. A busy one gets this long.
 ATTACH_S = 15.0
-# A cluster that `init_ray` started has a resource of this name, followed by a hash of the session folder and one of
-# the visible devices.
+# A cluster that `init_ray` started has a resource whose name begins with this.
 TAG = "fairlead-local-"
 _TOKEN = (
     "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token) as on the cluster's head"
@@ -49,7 +48,6 @@ def init_ray(
         log_dir: where a local cluster keeps its logs and session files; Ray's own folder when None. The path must
             be short: Ray puts sockets below it, and a socket's path is limited to 107 bytes.
         address: the `host:port` of the cluster to attach to; "local" always starts a new one. "auto" never starts one.
-            It also takes a local one that was started with other `CUDA_VISIBLE_DEVICES`, if that is the only one.
         num_cpus: CPUs of a local cluster; None for those of the machine. A cluster that runs already keeps its size.
         num_gpus: GPUs of a local cluster; None for those of the machine.
 
@@ -106,9 +104,9 @@ def attach_to(
 ) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
-    The options are further arguments of `ray.init`. The head has `timeout_s` to answer, and then a node of this machine
-    to appear; None is for `ATTACH_S`. With `private`, for commands, it may be the Ray of another program, and the token
-    of the user is taken for a cluster that was named too, as Ray does for a cluster that it finds.
+    The options are further arguments of `ray.init`. The head has `timeout_s` to answer; None is for `ATTACH_S`. With
+    `private`, for commands, it may be the Ray of another program, and the token of the user is taken for a cluster that
+    was named too, as Ray does for a cluster that it finds.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
     if (target := find_target(named, private=private)) is None:
@@ -118,13 +116,6 @@ def attach_to(
         # Without the token Ray's client would log that it is missing.
         find_token = private or not is_named
         run_in_thread(functools.partial(connect_to_head, address, find_token=find_token)).result(within_s)
-        if not run_in_thread(has_node_here, address, within_s).result(2 * within_s):
-            raise PlacementError(
-                f"The Ray cluster at {address}, which {reason}, answers, but this process sees none of its nodes on "
-                f"this machine within {within_s:g} s, and Ray attaches a process only to such a node. {CLIENT_REMEDY} "
-                f"Or start a node here with `ray start --address={address}`. A container beside that of a node needs "
-                "the same process namespace, and the session folder of Ray (/tmp/ray)."
-            )
         context = ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(
@@ -136,6 +127,15 @@ def attach_to(
             f"Something listens at {address}, which {reason}, but no Ray head answered there within {within_s:g} s. "
             "Its cluster may have stopped or hang: stop the rest of it and correct the address (or delete the file), "
             f'or pass address="local" to start a cluster of your own. If the cluster wants a token, set {_TOKEN}.'
+        ) from error
+    except RuntimeError as error:
+        if "No node info" not in str(error):
+            raise
+        raise PlacementError(
+            f"The Ray cluster at {address}, which {reason}, answers, but this process sees none of its nodes on this "
+            f"machine, and Ray attaches a process only to such a node. {CLIENT_REMEDY} Or start a node here with `ray "
+            f"start --address={address}`. A container beside that of a node needs the same process namespace, and the "
+            "session folder of Ray (/tmp/ray)."
         ) from error
     except (ConnectionError, ValueError, ray.exceptions.RpcError) as error:
         # A token that is missing or wrong looks like this too, after Ray has tried for a while.
@@ -172,7 +172,7 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
         is_mine, address = os.fstat(opened.fileno()).st_uid == os.getuid(), opened.read(300).strip()
         if is_mine and _split(address) and _answers(address):
             return Target(address, f"`ray start` announced in {file}")
-    started = _list_clusters(local_tag() if may_start else _session_tag())
+    started = _list_clusters(local_tag())
     if started and (may_start or len(started) == 1):
         return Target(started[-1].address, f"init_ray started in process {started[-1].starter}")
     if may_start:
@@ -213,18 +213,13 @@ def _check_named(address: str, reason: str) -> Target:
 
 
 def local_tag() -> str:
-    """Return the name of the resource that marks a cluster that `init_ray` starts in this process."""
-    return f"{_session_tag()}{_hash(os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))}"
+    """Return the name of the resource that marks a cluster that `init_ray` starts in this process.
 
-
-def _session_tag() -> str:
-    """Return the part of the tag that this user's clusters with the same session folder share."""
-    file = cluster_file()
-    return f"{TAG}{_hash(f'{os.getuid()} {file and Path(file).parent.resolve()}')}-"
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    It is the same for all processes of this user with the same session folder and the same visible devices.
+    """
+    file, devices = cluster_file(), os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    same = f"{os.getuid()} {file and Path(file).parent.resolve()} {devices}"
+    return f"{TAG}{hashlib.sha256(same.encode()).hexdigest()[:16]}"
 
 
 def _split(address: str) -> tuple[str, int] | None:

@@ -205,23 +205,6 @@ def connect_to_head(address: str, *, find_token: bool = False) -> None:
         GcsClient(address=address)
 
 
-def has_node_here(address: str, timeout_s: float) -> bool:
-    """Return whether a node of a cluster runs on this machine, where this process sees it; wait for it for some time.
-
-    Reason: `ray.init` needs one, waits for a minute, and then says only that it has failed to connect.
-    Fallback: True, and `ray.init` waits.
-    """
-    with contextlib.suppress(*_MISSING):
-        from ray._private.services import get_node_to_connect_for_driver
-        from ray._raylet import GcsClient  # type: ignore[attr-defined]
-
-        try:
-            get_node_to_connect_for_driver(GcsClient(address=address), timeout_seconds=timeout_s)
-        except RuntimeError as error:
-            return "No node info" not in str(error)
-    return True
-
-
 def autoscaler_is_there() -> bool:
     """Return whether an autoscaler that may add nodes has reported its state to Ray."""
     return infeasible_groups() is not None

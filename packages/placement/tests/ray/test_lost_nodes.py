@@ -55,16 +55,12 @@ def test_a_lost_node_is_replaced(nodes, eventually):
             cluster.replace_lost_nodes(timeout_s=1)  # the cluster itself holds all that is left
         assert time.monotonic() - began >= 1
         assert cluster.slots() == before
-        report = cluster.explain()
-        assert (report.verdict, report.lost) == ("reserved", (gone,))
-        assert f"Node(s) {gone[:8]} are gone: replace_lost_nodes() reserves" in " ".join(str(report).split())
 
         late = nodes.add_node(num_cpus=4)
         with RayVirtualCluster([1], use_gpus=False, name="other"):  # the parked group does not delay it
             new = cluster.replace_lost_nodes()
         assert [slot.node_id for slot in new] == [late.node_id] * 2
         assert cluster.slots() == new + before[2:]
-        assert cluster.explain().lost == ()
         assert [(s.node_idx, s.node_rank, s.local_rank) for s in cluster.slots()] == [
             (0, 0, 0),
             (0, 0, 1),

@@ -10,7 +10,7 @@ import ray
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement._nodes import head
 from fairlead_placement._reserve import groups
-from fairlead_placement.extension import head_deadline, place_pinned
+from fairlead_placement.extension import head_deadline
 from fairlead_placement.extension import remove_placement_groups as remove
 
 
@@ -28,7 +28,7 @@ def test_a_creation_fails(monkeypatch):
     monkeypatch.setattr(groups, "wait_placed", lambda made, **_: steps.append(len(made)) or [])
     monkeypatch.setattr(groups, "remove", lambda made: steps.append(made))
     with pytest.raises(RuntimeError, match="the head is gone"):
-        place_pinned({str(at): [("node", {"CPU": 1.0})] for at in range(1000)})
+        groups.create_groups([{"name": str(number)} for number in range(1000)], deadline=0.0)
     assert steps == [20, created]
     assert len(created) == 20
 

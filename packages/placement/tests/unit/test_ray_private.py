@@ -29,7 +29,6 @@ from fairlead_placement.extension import run_in_thread
         ("ray.util.client", "is_client", (), False),
         ("ray._private.utils.get_ray_address_file", "cluster_file", (), None),
         ("ray._raylet.GcsClient", "connect_to_head", ("127.0.0.1:1",), None),
-        ("ray._private.services.get_node_to_connect_for_driver", "has_node_here", ("127.0.0.1:1", 0.0), True),
     ],
 )
 def test_a_part_that_is_missing(monkeypatch, missing, function, arguments, fallback):
@@ -97,20 +96,6 @@ def test_raylets(monkeypatch):
 
     monkeypatch.setattr(psutil, "process_iter", lambda: [Process()])
     assert private.list_raylets() == []
-
-
-def test_node_here(monkeypatch):
-    """A Ray without the search, or with another one, decides in `ray.init`; a request that fails says nothing."""
-    monkeypatch.setattr(ray._raylet, "GcsClient", lambda address: None)
-    reasons = ["No node info found", "Failed to get node info"]
-
-    def find(client, timeout_seconds):
-        raise RuntimeError(reasons.pop(0))
-
-    monkeypatch.setattr(ray._private.services, "get_node_to_connect_for_driver", find)
-    assert [private.has_node_here("127.0.0.1:1", 0.0) for _ in range(2)] == [False, True]
-    monkeypatch.setattr(ray._private.services, "get_node_to_connect_for_driver", lambda address: None)
-    assert private.has_node_here("127.0.0.1:1", 0.0)
 
 
 def test_visible_gpus(monkeypatch):

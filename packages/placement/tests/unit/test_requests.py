@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to several node agents at once, of which some die. The seams are Ray and the creation of agents."""
 
-import threading
 import time
 from types import SimpleNamespace
 
@@ -107,29 +106,14 @@ def test_an_agent_lives_as_long_as_it_holds_something(agents):
     assert nodes_with() == []
 
 
-def test_agents_are_created_together(agents, monkeypatch):
-    """Agents that are missing are created several at a time, each once."""
-    together, create = threading.Barrier(3), agents.create
-
-    def create_together(node_id):
-        together.wait(60)  # breaks if they are created one after the other
-        return create(node_id)
-
-    monkeypatch.setattr(_agent, "_create_actor", create_together)
-    agents.answers |= {node_id: ["held"] for node_id in "abc"}
-    for _ in range(2):
-        assert ask(agents) == dict.fromkeys("abc", "held")
-    assert sorted(agents.created) == ["a", "b", "c"]
-
-
 def test_a_head_that_hangs_while_an_agent_is_replaced(agents, monkeypatch):
     """The answers of the other agents are kept, and nothing is held where no agent could be created."""
     agents.answers |= {"n0": [GONE], "n1": ["fine"]}
 
-    def create_once(request, function, node_ids, **_):
+    def create_once(request, function, **_):
         if agents.created:
             raise HeadTimeoutError("no answer of the head")
-        return function(node_ids)
+        return function()
 
     monkeypatch.setattr(_agent, "ask_head", create_once)
     answers = ask(agents)

@@ -2,10 +2,11 @@
 """Leases ports of nodes, which the agents of this process hold."""
 
 import contextlib
+import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import ray
@@ -13,7 +14,7 @@ import ray
 from .._model import group_pairs
 from .._slot import Slot
 from ..exceptions import PortUnavailableError
-from .agent import ANSWER_S, OnLoss, ask_agents, release
+from .agent import ANSWER_S, ask_agents, release
 from .head import choose_alive
 
 logger = logging.getLogger(__name__)
@@ -100,8 +101,8 @@ def lease_ports(
     leased: dict[str, PortLease] = {}
     try:
         requests = {node_id: (its, low, high) for node_id, its in ids.items()}
-        reported = _report(leased, on_loss or _warn)
-        for node_id, answer in ask_agents("lease", requests, ids, timeout_s=timeout_s, on_loss=reported).items():
+        report = functools.partial(_report, leased, on_loss or _warn)
+        for node_id, answer in ask_agents("lease", requests, ids, timeout_s=timeout_s, on_loss=report).items():
             if isinstance(answer, Exception):
                 raise answer
             ports, held, in_use = answer
@@ -117,11 +118,15 @@ def lease_ports(
     return tuple(tuple(leased[lease.lease_id] for lease in leases) for leases in wanted)
 
 
-def _report(leased: dict[str, PortLease], on_loss: Callable[[Sequence[PortLease], str], object]) -> OnLoss:
-    def report(node_id: str, lease_ids: Sequence[str], why: str) -> None:
-        on_loss([leased[lease_id] for lease_id in lease_ids if lease_id in leased], why)
-
-    return report
+def _report(
+    leased: Mapping[str, PortLease],
+    on_loss: Callable[[Sequence[PortLease], str], object],
+    node_id: str,
+    lease_ids: Sequence[str],
+    why: str,
+) -> None:
+    if lost := [leased[lease_id] for lease_id in lease_ids if lease_id in leased]:
+        on_loss(lost, why)
 
 
 def _warn(lost: Sequence[PortLease], why: str) -> None:

@@ -7,7 +7,6 @@ others are released.
 """
 
 import contextlib
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +14,12 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
-from .._model import Node, Request, Verdict, group_pairs
+from .._model import Node, Request, Verdict
 from .._nodes.functions import run_in_tasks
 from .._plan.planner import decide
 from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
-from .groups import Placed, Refusal, Reserved, create_groups, pin_bundles, place, remove, remove_on_error
+from .groups import Placed, Refusal, Reserved, create_groups, place, remove, remove_on_error
 from .slots import accelerator_ids
 
 # How long the agents have to report the ids of GPUs, even after the deadline, and at most: one silent node must not use
@@ -110,12 +109,10 @@ def _wanted(request: Request) -> list[tuple[int, frozenset[str]]]:
 
 def exchange(request: Request, on: Mapping[int, str], fillers: Fillers, *, deadline: float) -> list[Reserved]:
     """Release the requested GPUs and place the groups on them. Leave and return none if Ray gave them other GPUs."""
-    # Logical nodes that share a node take turns, or Ray might swap their GPUs.
-    sharing = group_pairs((on[ask.node_idx], ask) for ask in request.asks)
     made: list[Reserved] = []
     with remove_on_error(lambda: [reserved.group for reserved in made]):
-        for turn in itertools.zip_longest(*sharing.values()):
-            asks = tuple(ask for ask in turn if ask is not None)
+        # One after the other, as Ray might swap the GPUs of logical nodes that share a node.
+        for asks in [request.asks] if request.unified else [(ask,) for ask in request.asks]:
             remove([fillers[on[ask.node_idx]][gpu] for ask in asks for gpu in request.gpu_ids[ask.node_idx]])
             chosen = {ask.node_idx: (on[ask.node_idx],) * ask.count for ask in asks}
             placed = place(replace(request, asks=asks), chosen, deadline=deadline) or ()
@@ -127,7 +124,7 @@ def exchange(request: Request, on: Mapping[int, str], fillers: Fillers, *, deadl
             if got != {ask.node_idx: request.gpu_ids[ask.node_idx] for ask in asks}:
                 remove([reserved.group for reserved in made])
                 return []
-    return sorted(made, key=lambda reserved: reserved.node_idx[0])
+    return made
 
 
 def _shown(nodes: Sequence[Node], owned: Ids, free: Ids) -> list[Node]:
@@ -214,7 +211,8 @@ def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Filler
     """
     where = [node.node_id for node in nodes for _ in range(int(node.free.get("GPU", 0)))]
     bundle = {"GPU": 1.0}
-    groups = create_groups([pin_bundles("", [(node_id, bundle)]) for node_id in where], deadline=deadline)
+    pins = [{"name": "", "bundles": [bundle], "bundle_label_selector": [{"ray.io/node-id": one}]} for one in where]
+    groups = create_groups(pins, deadline=deadline)
     with contextlib.ExitStack() as stack:
         stack.callback(remove, list(groups))
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.

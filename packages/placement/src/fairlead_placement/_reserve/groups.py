@@ -32,8 +32,6 @@ _ON_ITS_WAY = ("QUEUED", "SCHEDULING_STARTED", "FINISHED")
 ASKED_ALONE = 16
 # The names of groups that this package creates.
 _NAME = re.compile(r".*-[0-9a-f]{8}")
-# A bundle: the id of its node, and what it holds there.
-Pinned = tuple[str, Mapping[str, float]]
 # Raises if the program does not want what is being waited for any more.
 Check = Callable[[], object]
 # Returns whether no node will come for one of these groups, for which there is no room now.
@@ -96,52 +94,23 @@ def place(
         # When a node is lost, Ray parks a pinned group: it does not look for another node, nor spin its scheduler.
         options: dict[str, Any] = {} if plan else {"strategy": batch[0].strategy}
         options["name"] = f"{request.name or 'fairlead'}-{batch[0].node_idx}"
-        options["bundles"] = [dict(ask.bundle) for ask in batch for _ in range(ask.count)]
+        bundles = [(ask, index) for ask in batch for index in range(ask.count)]
+        options["bundles"] = [dict(ask.bundle) for ask, _ in bundles]
         options["bundle_label_selector"] = [
             # Ray does not accept a space in a condition.
             {"ray.io/node-id": plan[ask.node_idx][index]}
             if plan
             else {key: text.replace(" ", "") for key, text in ask.labels.items()}
-            for ask in batch
-            for index in range(ask.count)
+            for ask, index in bundles
         ]
         described.append(options)
-        numbers.append(tuple(ask.node_idx for ask in batch for _ in range(ask.count)))
+        numbers.append(tuple(ask.node_idx for ask, _ in bundles))
     placed = create_groups(described, deadline=deadline, check=check, give_up=give_up)
     if None in placed.values():
         remove(list(placed))
         return None
     parts = zip(placed.items(), numbers, described, strict=True)
     return tuple(Reserved(group, number, nodes or (), options["bundles"]) for (group, nodes), number, options in parts)
-
-
-def place_pinned(wanted: Mapping[str, Sequence[Pinned]], *, deadline: float = 0.0) -> tuple[PlacementGroup, ...] | None:
-    """Create placement groups whose bundles are pinned to nodes.
-
-    When a node is lost, Ray then parks its group: it does not look for another node, nor spin its scheduler.
-
-    Args:
-        wanted: the bundles of each group, by the prefix of the group's name. A bundle is the id of its node and what it
-            holds there.
-        deadline: as for `wait_placed`.
-
-    Returns:
-        The groups in this order, all placed; None, with nothing left behind, if Ray cannot place them.
-    """
-    placed = create_groups([pin_bundles(name, bundles) for name, bundles in wanted.items()], deadline=deadline)
-    if None in placed.values():
-        remove(list(placed))
-        return None
-    return tuple(placed)
-
-
-def pin_bundles(name: str, bundles: Sequence[Pinned]) -> dict[str, Any]:
-    """Return Ray's options of a group whose bundles are pinned to nodes."""
-    return {
-        "name": name,
-        "bundles": [dict(bundle) for _, bundle in bundles],
-        "bundle_label_selector": [{"ray.io/node-id": node_id} for node_id, _ in bundles],
-    }
 
 
 def create_groups(

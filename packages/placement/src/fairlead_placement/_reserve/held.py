@@ -38,7 +38,6 @@ class Held:
     """The resources of a cluster between its reservation and its shutdown. Each change makes another one."""
 
     on: object  # the connection to Ray
-    at: float
     # The slots by numbers that stay the same when slots are added, replaced and released; views keep the numbers.
     places: Mapping[int, Slot]
     next_place: int
@@ -124,7 +123,7 @@ class Holding:
             on, watcher = connection(), uuid.uuid4().hex if self.monitor_memory else None
             places = dict(enumerate(reserve(request, check=check)))
             self.request = request
-            self.held = Held(on=on, at=time.time(), places=places, next_place=len(places), watcher=watcher)
+            self.held = Held(on=on, places=places, next_place=len(places), watcher=watcher)
             try:
                 check()  # a signal handler may have found nothing to release
                 if watcher is not None:
@@ -141,7 +140,7 @@ class Holding:
             places = dict(enumerate(slots_of(placed, self.request.capacity, deadline=deadline)))
         asks = [replace(ask, bundle=held.bundles[0]) for ask, held in zip(self.request.asks, placed, strict=True)]
         self.request = replace(self.request, asks=tuple(asks))
-        self.held = Held(on=connection(), at=time.time(), places=places, next_place=len(places))
+        self.held = Held(on=connection(), places=places, next_place=len(places))
         self.is_adopted = True
 
     def extend(
