@@ -55,17 +55,16 @@ class RayVirtualCluster:
         label_selector: the nodes that may be used, in Ray's syntax: `{"key": "value"}`, `"!value"`, `"in(a,b)"`,
             `"!in(a,b)"`.
         reserve_timeout_s: seconds to wait for resources that others hold, for nodes of an autoscaler, and for Ray's
-            head. Without an autoscaler nothing is held during the wait, so many small requests of others can starve a
-            large one.
+            head.
         wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
     Raises:
         TypeError, ValueError: a bad argument. Nothing has been requested from Ray.
 
-    Nothing is reserved until `reserve()`, `get_placement_groups()`, `slots()` or `with cluster:`. Every method that
-    reserves raises the errors of `reserve`. With STRICT_PACK, the cluster chooses nodes from what is free and pins
-    every bundle to its node. Otherwise Ray chooses them, and so it does if there is no room and an autoscaler may add
-    nodes. All methods that ask Ray raise `HeadTimeoutError` if its head does not answer.
+    Nothing is reserved until `reserve()`, `slots()`, `with cluster:` or another method that says so, all of which raise
+    the errors of `reserve`. With STRICT_PACK, the cluster chooses nodes from what is free and pins every bundle to its
+    node. Otherwise Ray chooses them, and so it does if there is no room and an autoscaler may add nodes. All methods
+    that ask Ray raise `HeadTimeoutError` if its head does not answer.
 
     >>> cluster = RayVirtualCluster([4, 0, 2], use_gpus=False)
     >>> cluster.world_size(), cluster.node_count()
@@ -154,9 +153,7 @@ class RayVirtualCluster:
         """Return a cluster of equal logical nodes.
 
         Args:
-            config: the numbers of bundles per logical node and of logical nodes, such as
-                `{"gpus_per_node": 8, "num_nodes": 2}`. It may also have `master_port_range_low`,
-                `master_port_range_high` and `segment_size`.
+            config: its size and its ports.
             options: those of the class. They take precedence over the config.
 
         Raises:
@@ -183,15 +180,13 @@ class RayVirtualCluster:
     ) -> "RayVirtualCluster":
         """Return a cluster over placement groups that others have made, each of which is one logical node.
 
-        It owns none of them. Its `shutdown` releases the ports that were leased through it, and nothing else; nor can
-        it be extended, or reserved again.
+        It owns none of them: its `shutdown` releases only the ports that were leased through it.
 
         Args:
             placement_groups: Ray's placement groups. All bundles of a group hold the same.
             max_colocated_worker_groups: how many worker groups may share the slots.
             name: appears in messages.
-            timeout_s: seconds to wait until Ray has placed the groups and until their accelerators, whose ids are read,
-                are free.
+            timeout_s: seconds to wait until the groups are placed and their accelerators are free, whose ids are read.
 
         Raises:
             ValueError: there is no group, one is given twice, its bundles differ, or they hold too few CPUs.
@@ -282,8 +277,8 @@ class RayVirtualCluster:
                 names until the deadline.
             PlacementTimeoutError: others held what it needs until the deadline.
             HeadTimeoutError: Ray's head did not answer within `reserve_timeout_s`.
-            PlacementError: it is reserved already with another `unified`, or on a Ray that has been shut down; Ray is
-                not running; or this is a view of a cluster that has been shut down.
+            PlacementError: it is reserved with another `unified`, or on a Ray that has been shut down; or Ray is not
+                running; or this is a view of a cluster that has been shut down.
         """
         if (held := self._holding.held) is not None:
             if held.ray_ended:
@@ -309,8 +304,7 @@ class RayVirtualCluster:
     def slots(self) -> tuple[Slot, ...]:
         """Return the bundles in physical order: by topology domain, node, accelerator id. Reserves.
 
-        A slot that has replaced a lost one is in its place. The slots of an extension are at the end, in physical order
-        among themselves.
+        A slot that has replaced a lost one is in its place. The slots of an extension are at the end.
         """
         return tuple(self._own_places().values())
 
@@ -320,17 +314,14 @@ class RayVirtualCluster:
         return {place: slot for place, slot in held.places.items() if mine is None or place in mine} if held else {}
 
     def replace_lost_nodes(self, timeout_s: float = 180.0) -> tuple[Slot, ...]:
-        """Reserve the slots of lost nodes again, on other nodes. The other slots do not change.
-
-        Bundles are pinned, so Ray parks the groups of a lost node: their other bundles stay usable, and other
-        reservations are not delayed. A group is removed when all its bundles are replaced.
+        """Reserve the slots of lost nodes again, on other nodes. The other slots do not change, and stay usable.
 
         Args:
             timeout_s: seconds to wait for room, also on nodes that are still to join.
 
         Returns:
             The new slots, which are in `slots()` in the places of the lost ones; nothing if no node is lost, or if Ray
-            has not noticed that yet, so call it again then.
+            has not noticed that yet.
 
         Raises:
             ResourceInsufficientError, PlacementTimeoutError: there was no room. Nothing has changed.
@@ -347,14 +338,13 @@ class RayVirtualCluster:
     ) -> tuple[int, ...]:
         """Reserve more logical nodes, with the options of the cluster. Reserves the cluster first if necessary.
 
-        Their slots come at the end of `slots()`, in physical order among themselves. The other slots do not change, and
-        no view gets any of the new ones. With `segment_size`, the new logical nodes form segments of their own. A
-        unified cluster gets one more placement group for all of them.
+        Their slots come at the end of `slots()`, in physical order among themselves. The other slots and the views do
+        not change. With `segment_size`, the new logical nodes form segments of their own. A unified cluster gets one
+        more placement group for all of them.
 
         Args:
             bundle_counts: the number of bundles of each new logical node.
-            timeout_s: seconds to wait for resources that others hold, for Ray's head, and for another thread that
-                changes the cluster. Other changes wait for this one.
+            timeout_s: seconds to wait for resources that others hold, and for another thread that changes the cluster.
             wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
         Returns:
@@ -385,9 +375,8 @@ class RayVirtualCluster:
     def release_nodes(self, indices: Iterable[int]) -> None:
         """Release logical nodes, and wait at most 30 s until Ray has their resources back.
 
-        The other slots keep their order, and views lose the released ones. `node_rank` and `local_rank` of later slots
-        may become smaller. Ports that were leased through the cluster on physical nodes that it no longer uses are
-        released too.
+        The other slots keep their order, and views lose the released ones. Ports that were leased through the cluster
+        on physical nodes that it no longer uses are released too.
 
         Args:
             indices: the numbers of the logical nodes (`node_idx`).
@@ -502,19 +491,16 @@ class RayVirtualCluster:
     def get_resource_usage(self) -> tuple[NodeUsage, ...]:
         """Return the memory of each physical node of the cluster that is alive, in physical order. Reserves.
 
-        With `monitor_memory` the peaks are those since it was reserved, or since the node's agent was replaced. Without
-        it they are those of this one sample. It takes one request per node.
+        With `monitor_memory` the peaks are those since it was reserved, or since the node's agent was replaced; without
+        it they are those of this one sample.
         """
         node_ids, held = dict.fromkeys(slot.node_id for slot in self.slots()), self._holding.held
         return read_usage(list(node_ids), held.watcher if held else None)
 
     def groups(self) -> tuple[Any, ...]:
-        """Return the worker groups that this process runs on this cluster's slots, in the order of their creation.
+        """Return the worker groups that run on this cluster's slots, in the order of their creation. Reserves nothing.
 
-        The cluster does not keep them alive. Reserves nothing. A view returns the groups on its own slots.
-
-        Returns:
-            Each group that has not been shut down, once: the `group` that was passed to `claim_slots`.
+        These are the groups of this process that were passed to `claim_slots` and have not been shut down.
         """
         return tuple(groups_on(self._shown_slots()))
 
@@ -546,7 +532,7 @@ class RayVirtualCluster:
         """Release leased ports and placement groups, with everything that runs in them.
 
         Waits at most 30 s until Ray has the resources. Can be repeated, and is safe after Ray has ended. A view
-        releases nothing. A method of another thread that reserves, extends or repairs the cluster fails.
+        releases nothing. A method of another thread that changes the cluster fails.
 
         Raises:
             PlacementError: Ray did not have the resources back in time; or this is a signal handler in the middle of

@@ -52,10 +52,10 @@ class NodeAgent:
     def lease(self, lease_ids: list[str], low: int, high: int) -> tuple[list[int], int, int]:
         """Hold a port in low..high for each id, or none; then return how many this agent and others hold there.
 
-        The owner chooses the ids, so that it can release a lease whose answer was lost.
+        The owner chooses the ids, so that it can release a lease whose answer was lost, or request it again.
         """
         if all(one in self._held for one in lease_ids):
-            return [self._held[one][0] for one in lease_ids], 0, 0  # requested again, because the answer was lost
+            return [self._held[one][0] for one in lease_ids], 0, 0
         size = high - low + 1
         start = (self._next - low) % size
         mine = {port for port, _ in self._held.values()}

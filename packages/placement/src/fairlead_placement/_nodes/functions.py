@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._ray_private import block_shutdown, collect, connection, find_nodes_here, start_task
 from ..exceptions import PlacementError, PlacementTimeoutError
-from .background import Job, run_in_thread
+from .background import run_in_thread
 from .head import ask_head, head_deadline, refuse_client
 
 _T = TypeVar("_T")
@@ -48,18 +48,22 @@ def run_on_nodes(
     elsewhere = {node_id: args for node_id, args in arguments.items() if node_id not in here}
     answers: dict[str, Any] = run_in_tasks(function, elsewhere, timeout_s=max(0.0, deadline - time.monotonic()))
     for node_id, job in jobs.items():
-        is_over = job.over.wait(max(0.0, deadline - time.monotonic()))
-        answers[node_id] = _answer_of(job, function, node_id) if is_over else _late(function, node_id, timeout_s)
+        if not job.over.wait(max(0.0, deadline - time.monotonic())):
+            answers[node_id] = _late(function, node_id, timeout_s)
+        elif (error := job.future.exception()) is None:
+            answers[node_id] = job.future.result()
+        else:  # sys.exit on a thread ends nothing else
+            answers[node_id] = error if isinstance(error, Exception) else _ended(function, node_id, error)
     return {node_id: answers[node_id] for node_id in arguments}
 
 
 def find_here(node_ids: Iterable[str]) -> frozenset[str]:
     """Return those nodes whose processes this process sees by the same pids, and may read."""
     global _seen
-    here = connection()
+    here, wanted = connection(), set(node_ids)
     if _seen[0] is not here:
         _seen = here, {}
-    known, wanted = _seen[1], set(node_ids)
+    known = _seen[1]
     if not wanted <= known.keys():  # a node that runs has a raylet, so a look is enough for its life
         try:
             found = run_in_thread(find_nodes_here).result(FIND_S)
@@ -67,13 +71,6 @@ def find_here(node_ids: Iterable[str]) -> frozenset[str]:
             return frozenset(node_id for node_id in wanted if known.get(node_id))
         known.update((node_id, node_id in found) for node_id in wanted)
     return frozenset(node_id for node_id in wanted if known[node_id])
-
-
-def _answer_of(job: Job[Any], function: Callable[..., Any], node_id: str) -> Any:
-    error = job.future.exception()
-    if error is None or isinstance(error, Exception):
-        return job.future.result() if error is None else error
-    return _ended(function, node_id, error)  # it called sys.exit
 
 
 @functools.cache
@@ -98,37 +95,32 @@ def run_in_tasks(
     tasks: dict[str, Any] = {}
 
     def start() -> dict[str, Any]:
+        pins = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in arguments}
         return {
-            node_id: start_task(
-                _remote(), (code, *args), scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
-            )
+            node_id: start_task(_remote(), (code, *args), scheduling_strategy=pins[node_id])
             for node_id, args in arguments.items()
         }
 
     try:
         with head_deadline(timeout_s):
-            started = ask_head("send a function to nodes", start, undo=_cancel)
+            started = ask_head("send a function to nodes", start, undo=_drop)
         tasks.update(started)
         del started
-        answers = collect(
-            {node_id: functools.partial(tasks.get, node_id) for node_id in tasks}, deadline - time.monotonic()
-        )
+        sends = {node_id: functools.partial(tasks.get, node_id) for node_id in tasks}
+        answers = collect(sends, deadline - time.monotonic())
     except (PlacementError, ray.exceptions.RayError) as error:
         return dict.fromkeys(arguments, error)
     finally:
-        with block_shutdown():
-            tasks.clear()
+        _drop(tasks)
     return {
         node_id: answer if error is None else _explain(function, node_id, timeout_s, error)
         for node_id, (answer, error) in answers.items()
     }
 
 
-def _cancel(tasks: dict[str, Any]) -> None:
-    """Cancel tasks whose caller has stopped waiting before they were sent."""
+def _drop(tasks: dict[str, Any]) -> None:
+    """Drop the references to tasks, while Ray cannot be shut down."""
     with block_shutdown():
-        for task in tasks.values() if ray.is_initialized() else ():
-            ray.cancel(task)
         tasks.clear()
 
 

@@ -20,11 +20,10 @@ Row = tuple[int, int, int, int, list[GpuRow] | None, int]
 
 
 class Gpus:
-    """Reads the node's GPUs through nvidia-ml-py. Without that, or without a GPU, all figures are None.
+    """Reads the node's GPUs through nvidia-ml-py; figures are None without it, or without a GPU.
 
-    A wedged driver blocks whoever calls it, in `nvmlInit` too. So NVML is loaded at the first request and called on a
-    thread of its own. Figures that do not arrive in time are unknown (None), and later requests return None at once
-    until the driver has answered the call that is under way.
+    A wedged driver blocks whoever calls it. So it is called on a thread of its own, and figures are None while it does
+    not answer.
     """
 
     @classmethod
@@ -36,9 +35,7 @@ class Gpus:
         return gpus
 
     def __init__(self) -> None:
-        # None until the driver has been asked for the first time.
-        self._is_absent: bool | None = None
-        # Held while a request waits for the driver. Requests take turns, and do not wait while a call is unanswered.
+        self._is_absent: bool | None = None  # None until the driver has been asked for the first time
         self._lock = threading.Lock()
         self._call: threading.Thread | None = None
 
@@ -59,7 +56,6 @@ class Gpus:
         return held
 
     def _of_each(self, function: str) -> list[Any] | None:
-        """Return what an NVML function returns for each GPU; None if that is unknown."""
         answers: list[list[Any] | None] = []
         with self._lock:
             if self._is_absent or (self._call is not None and self._call.is_alive()):

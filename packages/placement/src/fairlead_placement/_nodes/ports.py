@@ -77,14 +77,13 @@ def lease_ports(
     Args:
         slots: the slots on whose nodes ports are leased. Several slots of one node get different ports.
         count: ports per slot.
-        low: first port of the range.
-        high: last port of the range, included.
+        low, high: the first and the last port of the range.
         timeout_s: seconds that all of it may take. An agent that has to start takes about one.
         on_loss: called on a background thread if an agent dies, with the leases that are lost and why it died. The
             default writes a warning to the log.
 
     Returns:
-        For each slot, in order, its `count` leases.
+        For each slot, its leases.
 
     Raises:
         ValueError: a count below 1, or a range that is empty or outside 1..65535.
@@ -149,13 +148,9 @@ def check_range(low: int, high: int) -> None:
 
 
 def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -> None:
-    """Release ports, with one request to each node, all at once.
+    """Release ports, with one request to each node, within `timeout_s` seconds for all of them.
 
     Can be repeated; does nothing if Ray has ended, the node is gone, or another process has leased them.
-
-    Args:
-        leases: the leases.
-        timeout_s: seconds to wait for all agents.
 
     Raises:
         PlacementError: an agent did not answer, although its node is alive. The ports of the other nodes are released,

@@ -68,9 +68,9 @@ class Held:
 
 @dataclass(eq=False)
 class Holding:
-    """The request and the resources of a virtual cluster. The cluster's finalizer refers to it, and it not to that.
+    """The request and the resources of a virtual cluster, both of them values that one thread at a time replaces.
 
-    One thread at a time changes them, and waits for resources meanwhile. Both are values that a change replaces.
+    The finalizer of the cluster refers to it, so it does not refer to the cluster.
     """
 
     request: Request
@@ -84,7 +84,7 @@ class Holding:
 
     @contextlib.contextmanager
     def _change(self, timeout_s: float, advice: str = ", or wait longer (timeout_s)") -> Iterator[Callable[[], None]]:
-        """Be the one to change what is held; yield a function that raises if a shutdown has begun since."""
+        """Keep other threads from changing what is held; yield a function that raises if a shutdown has begun since."""
         check, began = functools.partial(self._check, self._shutdowns), time.monotonic()
         if not self._changing.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise PlacementTimeoutError(
@@ -170,7 +170,6 @@ class Holding:
                 places = dict(zip(numbers, number_slots((*held.slots, *slots)), strict=True))
                 self.request = replace(self.request, asks=(*self.request.asks, *asks))
                 self.held = replace(held, places=places, next_place=held.next_place + len(slots))
-            self._watch(held, self.held)
             return tuple(ask.node_idx for ask in asks)
 
     def release(self, wanted: AbstractSet[int]) -> bool:
@@ -246,7 +245,7 @@ class Holding:
     def _batches(self, lost: Iterable[Slot], staying: Sequence[Slot]) -> list[tuple[tuple[Ask, ...], int | None]]:
         """Return the requests that replace slots, in those that are placed together, with their segment size.
 
-        These are single logical nodes, the most demanding first, and then segments that have lost all their nodes.
+        Single logical nodes come first, and then segments that have lost all their nodes.
         """
         counts, segment, size = Counter(slot.node_idx for slot in lost), self._segments(), self.request.segment_size
         left = {segment[slot.node_idx] for slot in staying}
@@ -298,23 +297,13 @@ class Holding:
                 held.leases.pop(lease, None)
         logger.warning("Cluster %r: %s", self.request.name, describe_lost(leases, why))
 
-    def _watch(self, before: Held, held: Held | None) -> None:
-        """Have the memory of the present nodes sampled, instead of those that were held before."""
-        if before.watcher is None:
-            return
-        old, present = set(before.node_ids), held.node_ids if held else []
-        unwatch(old.difference(present), before.watcher)
-        if new := [node_id for node_id in present if node_id not in old]:
-            # A new node whose agent does not answer now is watched from the next `usage` on.
-            with contextlib.suppress(PlacementError):
-                read_usage(new, before.watcher)
-
     def _return(self, before: Held, held: Held | None, deadline: float) -> bool:
         """Return what was held before and is not any more, and return whether Ray had the resources back in time."""
         slots = held.slots if held else ()
         staying = {slot.node_id for slot in slots}
         try:
-            self._watch(before, held)
+            if before.watcher is not None:  # new nodes are watched from the first `get_resource_usage` on
+                unwatch(set(before.node_ids) - staying, before.watcher)
             leases = [lease for lease in list(before.leases) if lease.node_id not in staying]
             for lease in leases:
                 before.leases.pop(lease, None)
@@ -332,8 +321,7 @@ class Holding:
     def give_back(self) -> bool:
         """Release ports and groups within `GIVE_BACK_S`, and return whether Ray had the resources back in time.
 
-        Whatever another thread waits for ends. In the middle of a reservation of the same thread, as from a signal
-        handler, nothing can be released yet, and the error says so: the reservation fails and releases it.
+        What another thread waits for ends. In the middle of a reservation of the same thread nothing can be released.
         """
         deadline = time.monotonic() + GIVE_BACK_S
         self._shutdowns += 1
