@@ -20,13 +20,7 @@ Amounts = tuple[int, ...]
 
 
 class Decision(NamedTuple):
-    """Whether a request fits.
-
-    Attributes:
-        plan: by logical node, the node id of each of its bundles; None unless the verdict is "fits", and empty if Ray
-            chooses the nodes.
-        verdict: as in `ReservationReport`.
-    """
+    """Whether a request fits, as in `ReservationReport`; the plan is None unless the verdict is "fits"."""
 
     plan: dict[int, tuple[str, ...]] | None
     verdict: Verdict
@@ -41,16 +35,9 @@ def decide(
     tightest node that is still unused. If that fails too, logical nodes share physical nodes, the largest first. No
     choice is revised, so uneven requests may have an arrangement that is not found.
 
-    Args:
-        asks: the requests. Ray chooses the nodes of those whose strategy is not STRICT_PACK.
-        nodes: the nodes.
-        own_nodes: whether no two logical nodes share a physical node.
-        segment_size: place the complete groups of that many logical nodes, by number, on physical nodes of their own in
-            one topology domain each.
-
-    Returns:
-        The plan and the verdict. It is "impossible" only if totals or the largest requests prove that, and "taken" only
-        if there is a plan for the nodes when nothing runs on them.
+    With `own_nodes`, no two logical nodes share a physical node. With `segment_size`, each group of that many logical
+    nodes, by number, is on physical nodes of its own in one topology domain. The verdict is "impossible" only if totals
+    or the largest requests prove that, and "taken" only if there is a plan for the nodes when nothing runs on them.
     """
     own_nodes = own_nodes or segment_size is not None
     free = Site(asks, nodes, False, own_nodes)

@@ -33,10 +33,7 @@ Fillers = Mapping[str, Mapping[str, PlacementGroup]]
 
 
 def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: str, segment_size: int | None) -> Wanted:
-    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use.
-
-    `gpus` is the number of GPUs in each bundle.
-    """
+    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use."""
     if gpus != 1:
         raise ValueError(f"gpu_ids={gpu_ids!r} needs one GPU in each bundle (use_gpus=True), got {gpus:g}")
     if strategy != "STRICT_PACK":
@@ -205,10 +202,7 @@ def read_gpu_ids(nodes: Sequence[Node], *, deadline: float) -> Ids:
 
 @contextlib.contextmanager
 def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Fillers]:
-    """Hold every whole GPU that is free on the nodes, each in a placement group of its own, until the block ends.
-
-    Yields the groups by node id and GPU id. The block may remove some of them earlier.
-    """
+    """Hold every whole GPU that is free on the nodes until the block ends; yield the groups by node id and GPU id."""
     where = [node.node_id for node in nodes for _ in range(int(node.free.get("GPU", 0)))]
     bundle = {"GPU": 1.0}
     pins = [{"name": "", "bundles": [bundle], "bundle_label_selector": [{"ray.io/node-id": one}]} for one in where]

@@ -20,15 +20,13 @@ from .._nodes.head import alive_nodes, ask_head, wait_until
 from .._ray_private import abandoned_groups, connection, free_per_node
 from ..exceptions import PlacementError, PlacementTimeoutError
 
-# Ray has at least so many seconds to place groups for which the nodes have room: a raylet may be busy for some of them,
-# and Ray places one group after the other.
+# Ray has at least so many seconds to place groups for which the nodes have room: a raylet may be busy.
 PLACING_S = 30.0
 # A group that lacks room for this long has lost a race. Ray's own views of what is free differ for some moments.
 NO_ROOM_S = 1.0
 # What Ray reports of a group that it is about to place. In any other state it has found no room, and will try again.
 _ON_ITS_WAY = ("QUEUED", "SCHEDULING_STARTED", "FINISHED")
-# Up to so many groups are looked up one by one, and more of them in Ray's table, which lists every group since the
-# cluster has started.
+# More groups than this are looked up in Ray's table, which lists every group since the cluster has started.
 ASKED_ALONE = 16
 # The names of groups that this package creates.
 _NAME = re.compile(r".*-[0-9a-f]{8}")
@@ -55,11 +53,7 @@ Placed = tuple[Reserved, ...]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request has no room.
-
-    If others hold what it needs, the error is "Waited 1.0 s", then `why`, in which "{holders}" stands for them, and
-    then the advice to wait longer. Otherwise it consists of `why` and `advice`.
-    """
+    """A request has no room. `why` is a part of the error, in which "{holders}" stands for those who hold it."""
 
     why: str
     advice: str = ""
@@ -118,8 +112,7 @@ def create_groups(
 ) -> dict[PlacementGroup, tuple[str, ...] | None]:
     """Create groups from Ray's options, and wait as `wait_placed` does; return the node ids of the bundles of each.
 
-    None stands for the nodes of a group that Ray has not placed, which the caller removes. If this fails, also by an
-    interrupt, all groups are removed.
+    They are None for a group that Ray has not placed, which the caller removes. If this fails, all groups are removed.
     """
     made: list[PlacementGroup] = []
     try:
@@ -141,8 +134,7 @@ def create_groups(
 
 def _remove_late(group: PlacementGroup) -> None:
     """Remove a group whose creation is not awaited any more."""
-    # If a group is removed while its node prepares a bundle, Ray may never free the bundle's resources: 3 of 40 times
-    # with Ray 2.60 when the group was removed immediately, never after this wait.
+    # If a group is removed while its node prepares a bundle, Ray (2.60) may never free the bundle's resources.
     try:
         ids = {group.id.hex()}
         wait_until(
@@ -224,10 +216,7 @@ def is_moved_by_ray(group: PlacementGroup) -> bool:
 
 
 def find_abandoned() -> dict[PlacementGroup, str]:
-    """Return the groups, with their names, that dead actors of this job have left and that no actor uses.
-
-    An actor that Ray has restarted is another process, so its earlier groups are among them.
-    """
+    """Return the groups, with their names, that dead actors of this job have left and that no actor uses."""
     left = ask_head("look for groups of dead actors", abandoned_groups)
     return {
         PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))): name
@@ -237,14 +226,9 @@ def find_abandoned() -> dict[PlacementGroup, str]:
 
 
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:
-    """Remove placement groups and wait until Ray has their resources back. Does nothing if Ray has ended.
+    """Remove placement groups, and return whether Ray had their resources back within `timeout_s` seconds.
 
-    Args:
-        groups: the placement groups.
-        timeout_s: seconds to wait for the resources.
-
-    Returns:
-        Whether Ray had the resources within `timeout_s` seconds.
+    Does nothing if Ray has ended.
 
     Raises:
         HeadTimeoutError: Ray's head does not answer. The groups are removed in the background once it does.

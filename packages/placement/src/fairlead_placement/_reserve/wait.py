@@ -45,11 +45,8 @@ def reserve(
 ) -> tuple[Slot, ...]:
     """Place a request, again and again until it succeeds or its time is up, and return its slots.
 
-    Args:
-        request: the request.
-        find_usable: chooses among the present nodes before each attempt.
-        held: by node id, what the cluster that is extended holds, even when the planner counts nodes as idle.
-        check: is called during the wait, and raises if that should end.
+    `find_usable` chooses among the present nodes before each attempt. `held` is what the cluster that is extended holds
+    of each node. `check` is called during the wait, and raises if that should end.
     """
     request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
     began = time.monotonic()
