@@ -267,12 +267,14 @@ class RayVirtualCluster:
 
         Args:
             unified: one placement group over all logical nodes, each on a physical node of its own, instead of one
-                group per logical node. With another strategy than STRICT_PACK, Ray chooses the nodes.
+                group per logical node; not with `gpu_ids`. With another strategy than STRICT_PACK, Ray chooses the
+                nodes.
 
         Returns:
             The cluster.
 
         Raises:
+            ValueError: `unified` together with `gpu_ids`.
             ResourceInsufficientError: the nodes cannot hold it even when idle, or others held GPUs that `gpu_ids`
                 names until the deadline.
             PlacementTimeoutError: others held what it needs until the deadline.
@@ -293,6 +295,8 @@ class RayVirtualCluster:
             raise PlacementError(f"{self!r}: the cluster it was taken from has been shut down; split that again")
         if self._holding.is_adopted:
             raise PlacementError(f"{self!r} was made from placement groups of others: make another one from them")
+        if unified and self._holding.request.gpu_ids:
+            raise ValueError(f"{self!r} has gpu_ids, so each logical node has a placement group: leave out unified")
         self._holding.reserve(unified=unified)
         return self
 

@@ -190,10 +190,3 @@ class TestOneNode:
                 view.extend([1])
             with pytest.raises(ValueError, match=r"call release_nodes\(\) of the cluster that it was taken from"):
                 view.release_nodes([1])
-
-    def test_a_drop_returns_everything(self, eventually, recwarn):
-        """A dropped cluster also releases what has been added to it."""
-        cluster = RayVirtualCluster([1], use_gpus=False).reserve()
-        cluster.extend([1])
-        del cluster
-        assert eventually(lambda: not [r for r in placement_group_table().values() if r["state"] != "REMOVED"])

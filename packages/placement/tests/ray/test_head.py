@@ -38,21 +38,6 @@ def stop_head(stop_process):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", [{"use_gpus": False}, {"gpu_ids": [0]}], ids=["any", "gpu_ids"])
-def test_reserving(stop_head, monkeypatch, options):
-    """A reservation fails after its own time, and succeeds once the head answers."""
-    cluster = RayVirtualCluster([1], reserve_timeout_s=1.0, **options)
-    with stop_head():
-        began = time.monotonic()
-        with pytest.raises(HeadTimeoutError):
-            cluster.reserve()
-        assert time.monotonic() - began >= 1
-    monkeypatch.setattr(_head, "LEAST_S", 60.0)
-    with cluster:
-        assert len(cluster.slots()) == 1
-
-
-@pytest.mark.nightly
 def test_groups_that_are_created_too_late(stop_head, eventually):
     """A placement group that Ray creates after its reservation has failed is removed."""
     message = "a request to create placement groups"
