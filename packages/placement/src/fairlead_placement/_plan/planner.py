@@ -109,9 +109,9 @@ class Site:
         else:
             places = self._place_in_order(self.asks, everywhere)
             if places is None:
-                places = self._place_tightest(self.asks, everywhere)
+                places = self._place_largest_first(self.asks, everywhere, shared=False)
             if places is None and not self.own_nodes:
-                places = self._place_together()
+                places = self._place_largest_first(self.asks, everywhere, shared=True)
         if places is None:
             return None
         return {ask.node_idx: (self.nodes[places[ask.node_idx]].node_id,) * ask.count for ask in self.asks}
@@ -172,41 +172,28 @@ class Site:
                 return None
         return places
 
-    def _place_tightest(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
-        """Place each logical node, the largest first, on the tightest node that no other one uses."""
-        if len(asks) > len(positions):
-            return None
+    def _place_largest_first(self, asks: Sequence[Ask], positions: Sequence[int], *, shared: bool) -> Places | None:
+        """Place each logical node, the largest first, on the tightest node that has room, or that no other one uses."""
         members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
+        room = {position: self.room[position] for position in positions}
         places: Places = {}
-        unused = dict.fromkeys(positions)
         for shape in self._largest_first(members, positions):
-            usable = [position for position in unused if shape.fits[position]]
-            # The tightest are those that the fewest shapes can use.
-            keys = {
-                position: (sum(other.fits[position] > 0 for other in members), shape.fits[position], position)
-                for position in usable
+            holds = {
+                position: min((has // n for has, n in zip(left, shape.unit, strict=True) if n), default=0)
+                for position, left in room.items()
+                if shape.fits[position]
             }
-            picked = sorted(sorted(usable, key=keys.__getitem__)[: len(members[shape])])
-            if len(picked) < len(members[shape]):
-                return None
-            for number, position in zip(members[shape], picked, strict=True):
-                places[number] = position
-                del unused[position]
-        return places
-
-    def _place_together(self) -> Places | None:
-        """Place logical nodes on nodes that they share."""
-        members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in self.asks)
-        places: Places = {}
-        room = list(self.room)
-        for shape in self._largest_first(members, range(len(room))):
-            usable = [position for position in range(len(room)) if shape.fits[position]]
+            # The tightest are those that the fewest shapes can use.
+            keys = {at: (sum(other.fits[at] > 0 for other in members), number, at) for at, number in holds.items()}
             picked: list[int] = []
-            holds = [(min(has // n for has, n in zip(room[at], shape.unit, strict=True) if n), at) for at in usable]
-            for units, position in sorted(holds):
-                taken = min(units, len(members[shape]) - len(picked))
+            for position in sorted(holds, key=keys.__getitem__):
+                if len(picked) == len(members[shape]):
+                    break
+                taken = min(holds[position] if shared else 1, len(members[shape]) - len(picked))
                 picked += [position] * taken
-                room[position] = tuple([has - taken * n for has, n in zip(room[position], shape.unit, strict=True)])
+                left = room.pop(position)
+                if shared:
+                    room[position] = tuple([has - taken * n for has, n in zip(left, shape.unit, strict=True)])
             if len(picked) < len(members[shape]):
                 return None
             places.update(zip(members[shape], sorted(picked), strict=True))
@@ -244,7 +231,9 @@ class Site:
             # A domain that lacks room for a group stays so for all groups like it.
             first, before = (first if need == before else 0), need
             while first < len(domains):
-                inside = self._place_in_order(block, domains[first]) or self._place_tightest(block, domains[first])
+                inside = self._place_in_order(block, domains[first])
+                if inside is None:
+                    inside = self._place_largest_first(block, domains[first], shared=False)
                 if inside is not None:
                     break
                 first += 1
