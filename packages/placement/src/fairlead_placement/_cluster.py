@@ -343,8 +343,7 @@ class RayVirtualCluster:
         """Reserve more logical nodes, with the options of the cluster. Reserves the cluster first if necessary.
 
         Their slots come at the end of `slots()`, in physical order among themselves. The other slots and the views do
-        not change. With `segment_size`, the new logical nodes form segments of their own. A unified cluster gets one
-        more placement group for all of them.
+        not change.
 
         Args:
             bundle_counts: the number of bundles of each new logical node.
@@ -355,8 +354,9 @@ class RayVirtualCluster:
             The numbers of the new logical nodes (`node_idx`). Numbers of released nodes are not used again.
 
         Raises:
-            ValueError: a count below 1, or no multiple of `segment_size`; the cluster has `gpu_ids`, or different
-                `node_resource_constraints` for its logical nodes; or this is a view. Nothing has been requested.
+            ValueError: a count below 1; the cluster has `gpu_ids`, `segment_size` or different
+                `node_resource_constraints` for its logical nodes, or is unified; or this is a view. Nothing has been
+                requested.
             ResourceInsufficientError, PlacementTimeoutError, HeadTimeoutError: as for `reserve`. Nothing has changed.
             PlacementError: the cluster was shut down during the wait. Nothing of the extension stays reserved.
         """
@@ -371,8 +371,6 @@ class RayVirtualCluster:
         if any(other.bundle != model.bundle for other in others):
             what = "a cluster whose node_resource_constraints differ between logical nodes"
             raise ValueError(f"{what} {remedy} constraints that you need")
-        if self.segment_size is not None:
-            _model.check_segments(self.segment_size, len(counts), self.placement_group_strategy)
         self.slots()
         return self._holding.extend(counts, model, timeout_s=timeout_s, wait_for_nodes_s=wait_for_nodes_s)
 
@@ -387,8 +385,7 @@ class RayVirtualCluster:
 
         Raises:
             IndexError: a logical node is not in use. Nothing has changed, as with the next two.
-            ValueError: this is a view; or other logical nodes are in the same segment, or in the one placement group of
-                a unified cluster.
+            ValueError: this is a view; or the cluster has `segment_size`, or is unified.
             PlacementError: worker groups use their slots, which the message names; the cluster is not reserved; or Ray
                 did not have the resources back in time.
         """
@@ -406,6 +403,11 @@ class RayVirtualCluster:
         if self._parent is not None and not is_for_views:
             raise ValueError(
                 f"{self!r} holds no nodes of its own: call {method}() of the cluster that it was taken from"
+            )
+        if (self._holding.request.unified or self.segment_size) and not is_for_views:
+            raise ValueError(
+                f"{self!r} is unified, or has a segment_size, so its size is fixed and it has no {method}(): reserve "
+                "another one"
             )
 
     def split(self, sizes: Sequence[int]) -> "tuple[RayVirtualCluster, ...]":

@@ -191,35 +191,3 @@ def test_nodes_that_join(nodes, monkeypatch, pauses, eventually, start_extension
         nodes.add_node(num_cpus=2)
         assert extension.wait() == (3,)
         assert len([r for r in placement_group_table().values() if r["state"] == "CREATED"]) == 4
-
-
-def test_a_unified_cluster_is_extended(nodes):
-    """A unified cluster gets a group on further nodes, and releases only whole groups."""
-    nodes.add_node(num_cpus=4)
-    with RayVirtualCluster([1, 1], use_gpus=False).reserve(unified=True) as cluster:
-        assert cluster.extend([1]) == (2,)
-        assert len({slot.node_id for slot in cluster.slots()}) == 3
-        assert len(cluster.get_placement_groups()) == 2
-        with pytest.raises(ResourceInsufficientError, match="each logical node on a physical node of its own"):
-            cluster.extend([1])
-        with pytest.raises(ValueError, match=r"logical nodes \[0, 1\] are in one placement group: release all of them"):
-            cluster.release_nodes([1, 2])
-        cluster.release_nodes([2])
-        cluster.release_nodes([0, 1])
-        assert cluster.slots() == ()
-
-
-def test_segments_are_added(joining):
-    """New logical nodes form segments of their own, each in one domain, and are released as segments."""
-    for name in "aabb":
-        joining.add_node(num_cpus=2, labels={"ray.io/gpu-domain": name})
-    with RayVirtualCluster([2, 2], use_gpus=False, segment_size=2) as cluster:
-        with pytest.raises(ValueError, match="1 logical nodes in use are not a multiple of segment_size=2"):
-            cluster.extend([2])
-        assert cluster.extend([2, 2]) == (2, 3)
-        labels = [slot.labels["ray.io/gpu-domain"] for slot in cluster.slots()]
-        assert labels == list("aaaabbbb")
-        with pytest.raises(ValueError, match=r"logical nodes \[2, 3\] are in one segment: release all of them or none"):
-            cluster.release_nodes([3])
-        cluster.release_nodes([0, 1])
-        assert [slot.labels["ray.io/gpu-domain"] for slot in cluster.slots()] == list("bbbb")

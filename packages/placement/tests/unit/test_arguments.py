@@ -199,7 +199,7 @@ def test_bad_extensions(arguments, options, message):
     [
         ({"gpu_ids": [[0], [1]]}, "a cluster with gpu_ids cannot be extended: reserve another one"),
         ({"node_resource_constraints": [{"a": 1}, {"b": 1}]}, "node_resource_constraints differ between logical nodes"),
-        ({"segment_size": 2}, "3 logical nodes in use are not a multiple of segment_size=2"),
+        ({"segment_size": 2}, "its size is fixed and it has no extend(): reserve another one"),
     ],
 )
 def test_clusters_that_cannot_be_extended(options, message):

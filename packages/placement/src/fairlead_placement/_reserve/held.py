@@ -163,7 +163,7 @@ class Holding:
             amounts: dict[str, Counter[str]] = {}
             for slot in held.slots:
                 amounts.setdefault(slot.node_id, Counter()).update(bundles[slot.node_idx])
-            slots = reserve(part, functools.partial(self._find_usable, held.slots, first), amounts, check)
+            slots = reserve(part, held=amounts, check=check)
             with remove_on_error(lambda: [slot.placement_group for slot in slots]):
                 self._held_now(check)
                 numbers = [*held.places, *range(held.next_place, held.next_place + len(slots))]
@@ -180,13 +180,6 @@ class Holding:
             used = {slot.node_idx for slot in before.slots}
             if not wanted <= used:
                 raise IndexError(f"logical node(s) {sorted(wanted - used)} are not in use; these are: {sorted(used)}")
-            whole: list[tuple[object, int]] = [(slot.placement_group.id, slot.node_idx) for slot in before.slots]
-            if request.segment_size:
-                whole += [(number, node_idx) for node_idx, number in self._segments().items()]
-            for nodes in map(set, group_pairs(whole).values()):
-                if nodes & wanted and not nodes <= wanted:
-                    why = "one placement group" if request.unified else "one segment"
-                    raise ValueError(f"logical nodes {sorted(nodes)} are in {why}: release all of them or none")
             if names := close_slots([slot for slot in before.slots if slot.node_idx in wanted]):
                 raise PlacementError(
                     f"Logical node(s) {sorted(wanted)} of {request.name!r} cannot be released: worker group(s) "
@@ -262,7 +255,7 @@ class Holding:
         is_apart, segment = self.request.unified or self.request.segment_size, self._segments()
         # With these, every logical node is on a physical node of its own, and in the domain of its segment.
         taken = {slot.node_id for slot in slots} if is_apart else set()
-        near = {slot.node_id for slot in slots if segment[slot.node_idx] == segment.get(first)} & taken
+        near = {slot.node_id for slot in slots if segment[slot.node_idx] == segment[first]} & taken
         domains = {node_place(node)[0] for node in nodes if self.request.segment_size and node.node_id in near}
         free = [node for node in nodes if node.node_id not in taken]
         return [node for node in free if node_place(node)[0] in domains] if domains else free
