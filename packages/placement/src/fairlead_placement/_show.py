@@ -110,8 +110,8 @@ class ReservationReport:
         nodes: the nodes that were alive, in physical order.
         holders: the placement groups and actors that held resources on them.
         verdict: "fits"; "taken" (it would fit, but others hold what it needs); "impossible" (it does not fit even when
-            the nodes are idle); or "not found" (no arrangement was found even for idle nodes, which is no proof that
-            there is none).
+            the nodes are idle); or "not found". The last means that no arrangement was found even for idle nodes, which
+            is no proof that there is none.
         plan: if it fits, the node ids on which `reserve` would place the bundles of each logical node; empty if the
             strategy lets Ray choose the nodes.
     """
