@@ -413,10 +413,8 @@ class RayVirtualCluster:
     def split(self, sizes: Sequence[int]) -> "tuple[RayVirtualCluster, ...]":
         """Return views over the reservation: the first `sizes[0]` slots, the next `sizes[1]`, and so on. Reserves.
 
-        A view is a cluster without a reservation of its own: its `shutdown` releases nothing.
-
-        Raises:
-            ValueError: a size is not positive, or the sizes do not add up to the whole cluster.
+        A view is a cluster without a reservation of its own: its `shutdown` releases nothing. Sizes that are not
+        positive, or do not add up to the whole cluster, are a ValueError.
         """
         for size in sizes:
             check_positive("a size", size)
@@ -429,11 +427,7 @@ class RayVirtualCluster:
         return tuple(self._view(places[start:end]) for start, end in itertools.pairwise(ends))
 
     def select(self, *, node_idx: int | Iterable[int]) -> "RayVirtualCluster":
-        """Return a view of the slots of some logical nodes. Reserves.
-
-        Raises:
-            IndexError: a logical node is not in use.
-        """
+        """Return a view of the slots of some logical nodes; an IndexError if one is not in use. Reserves."""
         wanted = {node_idx} if isinstance(node_idx, int) else set(node_idx)
         places = self._own_places().items()
         used = {slot.node_idx for _, slot in places}
@@ -453,8 +447,7 @@ class RayVirtualCluster:
         """Return the address of the first slot's node and a new port that is leased there until `shutdown()`.
 
         Raises:
-            PlacementError: the cluster has no slot.
-            PortUnavailableError: no port of `port_range` is free there.
+            PlacementError, PortUnavailableError: the cluster has no slot, or no port of `port_range` is free there.
         """
         if not self.slots():
             raise PlacementError(f"{self!r} has no slot, so no node that could have a master address")
@@ -463,9 +456,7 @@ class RayVirtualCluster:
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
         """Return the address of a bundle's node and a port that is leased there until `shutdown()`.
 
-        Args:
-            pg_idx: index into `get_placement_groups()`.
-            bundle_idx: Ray's index of the bundle in that group.
+        The bundle is that with Ray's index `bundle_idx` in the group `get_placement_groups()[pg_idx]`.
 
         Raises:
             IndexError: there is no such group or bundle.
@@ -476,18 +467,9 @@ class RayVirtualCluster:
     def get_available_addresses_and_ports_batch(
         self, pg_bundle_pairs: Sequence[tuple[int, int]], batch_size: int = 256
     ) -> list[tuple[str, int]]:
-        """Lease a port for each of many bundles, all or none.
+        """Do the same for many bundles, all or none; return the address and the port of each, in order.
 
-        Args:
-            pg_bundle_pairs: `(pg_idx, bundle_idx)` as for `get_available_address_and_port`.
-            batch_size: accepted for programs written for NeMo RL, and ignored: there is one request for each node.
-
-        Returns:
-            The address and the port of each bundle, in order.
-
-        Raises:
-            IndexError: there is no such group or bundle.
-            PortUnavailableError: no port of `port_range` is free there.
+        There is one request for each node. `batch_size` is accepted for programs written for NeMo RL, and ignored.
         """
         return self._lease(find_bundles(self.slots(), self.get_placement_groups(), pg_bundle_pairs))
 
@@ -529,7 +511,7 @@ class RayVirtualCluster:
 
     def print_all_worker_groups(self, worker_groups: Any | None = None) -> None:
         """Print the grid with several groups, or with one. The default are all groups on this cluster."""
-        groups = groups_on(self._shown_slots()) if worker_groups is None else worker_groups
+        groups = self.groups() if worker_groups is None else worker_groups
         groups = list(groups) if isinstance(groups, Iterable) else [groups]
         counted = count_bundles(self._counts, self._accelerators)
         Console().print(self.grid(groups, title=f"Ray Cluster Global View: {counted}, Worker Groups: {len(groups)}"))

@@ -205,9 +205,6 @@ class Waiting(AbstractContextManager["Waiting"]):
 
     Args:
         doing: the current activity, as a participle ("Waiting for 2 slices").
-
-    >>> with Waiting("reserving") as waiting:
-    ...     waiting.show("for nodes", limit_s=60.0)
     """
 
     def __init__(self, doing: str) -> None:

@@ -246,34 +246,6 @@ def test_ray_client(private, start_script):
     assert "Traceback" not in errors
 
 
-def test_a_file_that_outlived_its_cluster(run_script):
-    """If something else listens at the address in Ray's file, `init_ray` fails in time and names the file."""
-    with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp") as folder:
-        out = run_script(
-            f"""
-            import os, socket, time
-            from pathlib import Path
-            from fairlead_placement import PlacementError, _init, init_ray
-
-            _init.ATTACH_S = 2.0
-            other = socket.create_server(("", 0))
-            address = f"127.0.0.1:{{other.getsockname()[1]}}"
-            file = Path("{folder}", "ray", "ray_current_cluster")
-            file.parent.mkdir()
-            file.write_text(address)
-            try:
-                init_ray()
-            except PlacementError as error:
-                print(type(error).__name__, error, flush=True)
-            os._exit(0)  # Ray's own attempt goes on for about 40 s
-            """,
-            RAY_TMPDIR=folder,
-            RAY_ADDRESS="",
-        )
-    assert out.startswith("HeadTimeoutError Something listens at ")
-    assert f"which `ray start` announced in {folder}/ray/ray_current_cluster, but no Ray head answered there" in out
-
-
 def test_no_token(server, run_script, tmp_path):
     """The error of a cluster that requires a token says what to set."""
     address, _ = server

@@ -7,7 +7,7 @@ import re
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, RayVirtualCluster, lease_ports
+from fairlead_placement import PlacementError, PortLease, RayVirtualCluster, lease_ports
 
 
 def test_constructing_asks_nothing_of_ray(capsys):
@@ -130,6 +130,12 @@ def test_bad_leases(options, message):
     """A bad range or count is refused before any port is requested."""
     with pytest.raises(ValueError, match=message):
         lease_ports([], **options)
+
+
+@pytest.mark.parametrize(("address", "shown"), [("10.0.0.1", "10.0.0.1:1400"), ("fd00::1", "[fd00::1]:1400")])
+def test_the_address_of_a_lease(address, shown):
+    """An IPv6 address is in brackets before its port."""
+    assert PortLease(address, 1400, "node", "id").host_port == shown
 
 
 def test_colocation():

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Label selectors match the nodes that Ray matches."""
 
-import itertools
 import re
 
 import pytest
-from hypothesis import strategies as st
 
 from fairlead_placement._model import check_selector, matches, parse_condition
 
@@ -69,9 +67,3 @@ def test_no_strings(selector):
     """Keys and conditions are strings."""
     with pytest.raises(TypeError, match="maps label names to conditions, both strings, got"):
         check_selector(selector)
-
-
-# All values of up to three characters.
-values = st.sampled_from(
-    ["".join(value) for ends in ((), ("abc",), ("abc.-", "abc")) for value in itertools.product("abc", *ends)]
-)

@@ -42,18 +42,16 @@ class Gpus:
     def memory(self) -> list[tuple[int, int]] | None:
         """Return the (total, used) bytes of each GPU, by NVML's index."""
         found = self._of_each("nvmlDeviceGetMemoryInfo")
-        return found and [(int(one.total), int(one.used)) for one in found]
+        return found and [(int(memory.total), int(memory.used)) for memory in found]
 
     def by_process(self) -> dict[int, int] | None:
         """Return the bytes that each process holds on all GPUs together."""
         found = self._of_each("nvmlDeviceGetComputeRunningProcesses")
-        if found is None:
-            return None
         held: dict[int, int] = {}
-        for process in itertools.chain.from_iterable(found):
+        for process in itertools.chain.from_iterable(found or ()):
             # None if the driver does not report it.
             held[process.pid] = held.get(process.pid, 0) + (process.usedGpuMemory or 0)
-        return held
+        return None if found is None else held
 
     def _of_each(self, function: str) -> list[Any] | None:
         answers: list[list[Any] | None] = []

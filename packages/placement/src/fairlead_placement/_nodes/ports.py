@@ -37,12 +37,6 @@ class PortLease(contextlib.AbstractContextManager["PortLease"]):
         port: its number.
         node_id: Ray's id of the node.
         lease_id: the agent's id of the lease.
-
-    >>> lease = PortLease("10.0.0.1", 1400, "0" * 56, "id")
-    >>> lease.host_port
-    '10.0.0.1:1400'
-    >>> PortLease("fd00::1", 1400, "0" * 56, "id").host_port
-    '[fd00::1]:1400'
     """
 
     address: str
