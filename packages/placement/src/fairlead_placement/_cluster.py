@@ -144,8 +144,8 @@ class RayVirtualCluster:
         )
         self._holding = Holding(request, monitor_memory=monitor_memory)
         self._parent: RayVirtualCluster | None = None
-        # Of a view, the logical node of each of its slots, by the number of the slot's place.
-        self._places: dict[int, int] | None = None
+        # Of a view, its slots: each is a number among those of its logical node, which stays when a slot is replaced.
+        self._places: frozenset[tuple[int, int]] | None = None
         release_when_dropped(self, self._holding.leak, self._holding.give_back)
 
     @classmethod
@@ -220,7 +220,7 @@ class RayVirtualCluster:
         counts = tuple(ask.count for ask in self._holding.request.asks)
         if self._places is None:
             return counts
-        mine = Counter(node_idx for node_idx in self._places.values() if counts[node_idx] > 0)
+        mine = Counter(node_idx for node_idx, _ in self._places if counts[node_idx] > 0)
         return tuple(mine[node_idx] for node_idx in range(len(counts)))
 
     def __repr__(self) -> str:
@@ -312,10 +312,15 @@ class RayVirtualCluster:
         """
         return tuple(self._own_places().values())
 
-    def _own_places(self) -> dict[int, Slot]:
+    def _own_places(self) -> dict[tuple[int, int], Slot]:
         self.reserve(unified=self._holding.request.unified)
-        held, mine = self._holding.held, self._places
-        return {place: slot for place, slot in held.places.items() if mine is None or place in mine} if held else {}
+        held, places, counted = self._holding.held, {}, Counter[int]()
+        for slot in held.slots if held else ():
+            place = slot.node_idx, counted[slot.node_idx]
+            counted[slot.node_idx] += 1
+            if self._places is None or place in self._places:
+                places[place] = slot
+        return places
 
     def replace_lost_nodes(self, timeout_s: float = 180.0) -> tuple[Slot, ...]:
         """Reserve the slots of lost nodes again, on other nodes. The other slots do not change, and stay usable.
@@ -423,24 +428,24 @@ class RayVirtualCluster:
                 f"sizes {list(sizes)} are {sum(sizes)} slots together; the cluster has {self.world_size()}"
             )
         ends = itertools.accumulate(sizes, initial=0)
-        places = list(self._own_places().items())
+        places = list(self._own_places())
         return tuple(self._view(places[start:end]) for start, end in itertools.pairwise(ends))
 
     def select(self, *, node_idx: int | Iterable[int]) -> "RayVirtualCluster":
         """Return a view of the slots of some logical nodes; an IndexError if one is not in use. Reserves."""
         wanted = {node_idx} if isinstance(node_idx, int) else set(node_idx)
-        places = self._own_places().items()
-        used = {slot.node_idx for _, slot in places}
+        places = self._own_places()
+        used = {place[0] for place in places}
         if not wanted or not wanted <= used:
             raise IndexError(f"logical node(s) {sorted(wanted - used)} are not in use; these are: {sorted(used)}")
-        return self._view((place, slot) for place, slot in places if slot.node_idx in wanted)
+        return self._view(place for place in places if place[0] in wanted)
 
-    def _view(self, places: Iterable[tuple[int, Slot]]) -> "RayVirtualCluster":
-        """Return a view of some slots of this cluster, with the numbers of their places."""
+    def _view(self, places: Iterable[tuple[int, int]]) -> "RayVirtualCluster":
+        """Return a view of some slots of this cluster."""
         view = object.__new__(RayVirtualCluster)
         view.__dict__.update(self.__dict__)
         view._parent = self  # keeps it alive: a dropped cluster releases its reservation
-        view._places = {place: slot.node_idx for place, slot in places}
+        view._places = frozenset(places)
         return view
 
     def get_master_address_and_port(self) -> tuple[str, int]:
@@ -486,7 +491,7 @@ class RayVirtualCluster:
         return read_usage(list(node_ids), held.watcher if held else None)
 
     def groups(self) -> tuple[Any, ...]:
-        """Return the worker groups that run on this cluster's slots, in the order of their creation. Reserves nothing.
+        """Return the worker groups that run on this cluster's slots, in the order of the slots. Reserves nothing.
 
         These are the groups of this process that were passed to `claim_slots` and have not been shut down.
         """

@@ -95,24 +95,6 @@ def test_part_of_a_logical_node_is_replaced(nodes, eventually):
 
 
 @pytest.mark.nightly
-def test_a_lost_segment_is_replaced(nodes, eventually):
-    """A segment that has lost all its nodes gets nodes of one domain, even if another has a node before it."""
-
-    def add(domain):
-        return nodes.add_node(num_cpus=1, labels={"ray.io/gpu-domain": domain}).node_id
-
-    before = {add("b") for _ in range(2)}
-    with RayVirtualCluster([1, 1], use_gpus=False, segment_size=2) as cluster:
-        assert {slot.node_id for slot in cluster.slots()} == before
-        for node_id in before:
-            kill(nodes, node_id, eventually)
-        add("a")
-        after = {add("c") for _ in range(2)}
-        assert {slot.node_id for slot in cluster.replace_lost_nodes()} == after
-        assert {slot.node_id for slot in cluster.slots()} == after
-
-
-@pytest.mark.nightly
 def test_a_replacement_is_watched(nodes, eventually):
     """With `monitor_memory` a replacement node is sampled from then on."""
     with RayVirtualCluster([2, 2], use_gpus=False, monitor_memory=True) as cluster:
