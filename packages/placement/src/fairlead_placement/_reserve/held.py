@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -189,7 +189,7 @@ class Holding:
         deadline = time.monotonic() + timeout_s
         with self._change(timeout_s) as check:
             alive, before = alive_nodes(), self._held_now(check)
-            lost = [slot for slot in before.slots if slot.node_id not in alive]
+            lost = dict.fromkeys(slot for slot in before.slots if slot.node_id not in alive)
             if not lost:
                 return ()
             staying = [slot for slot in before.slots if slot.node_id in alive]
@@ -229,10 +229,11 @@ class Holding:
         used = [ask.node_idx for ask in self.request.asks if ask.count]
         segment = {other: number // (size or 1) for number, other in enumerate(used)}
         near = {slot.node_id for slot in slots if segment[slot.node_idx] == segment[node_idx]}
-        domains = {node_place(node)[0] for node in nodes if size and node.node_id in near}
+        domain_of = {node.node_id: node_place(node)[0] for node in nodes}
+        domains = {domain_of[node_id] for node_id in near & domain_of.keys()} or set(domain_of.values()) - {""}
         taken = {slot.node_id for slot in slots}
         free = [node for node in nodes if node.node_id not in taken]
-        return [node for node in free if node_place(node)[0] in domains] if domains else free
+        return [node for node in free if domain_of[node.node_id] in domains] if size else free
 
     def _find_moved(self, lost: Sequence[Slot], *, deadline: float) -> list[Slot]:
         """Return the slots of groups whose nodes Ray chooses, once it has placed the lost bundles again."""
@@ -317,7 +318,7 @@ class Holding:
         )
 
 
-def replace_slots(slots: Sequence[Slot], lost: Sequence[Slot], new: Sequence[Slot]) -> list[Slot]:
+def replace_slots(slots: Sequence[Slot], lost: Container[Slot], new: Sequence[Slot]) -> list[Slot]:
     """Put each new slot in the place of a lost one of its logical node."""
     of_logical_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))
     return [of_logical_node[slot.node_idx].pop() if slot in lost else slot for slot in slots]
