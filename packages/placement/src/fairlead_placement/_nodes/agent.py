@@ -22,6 +22,7 @@ from .._ray_private import block_shutdown, collect, connection, create_actor
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process, meters
 from .background import OneTimeEvent, run_in_thread
+from .functions import explain_failure
 from .head import ask_head, head_deadline, refuse_client
 
 _T = TypeVar("_T")
@@ -334,24 +335,12 @@ def _is_own(error: Exception | None, kinds: tuple[type[Exception], ...]) -> bool
 
 def _explain_all(method: str, limit_s: float, found: Mapping[str, tuple[Any, Exception | None]]) -> dict[str, Any]:
     """Return by node id the answer, or the error that says what to do."""
-    return {
-        node_id: answer if error is None else _explain(node_id, method, limit_s, error)
-        for node_id, (answer, error) in found.items()
-    }
-
-
-def _explain(node_id: str, method: str, limit_s: float, cause: Exception) -> Exception:
-    if not _is_own(cause, (ray.exceptions.RayError,)):
-        return cause
-    if isinstance(cause, ray.exceptions.GetTimeoutError):
-        error: PlacementError = PlacementTimeoutError(
-            f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. "
-            "Its process may be starting on a very busy node: try again, or look at the node."
+    answers: dict[str, Any] = {}
+    for node_id, (answer, error) in found.items():
+        late = (
+            f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. Its process may be starting on "
+            "a very busy node: try again, or look at the node."
         )
-    else:
-        error = PlacementError(
-            f"The agent of node {node_id} could not do {method!r}: {cause}. If the node is gone, "
-            "`replace_lost_nodes()` of its cluster reserves others."
-        )
-    error.__cause__ = cause
-    return error
+        failed = f"The agent of node {node_id} could not do {method!r}"
+        answers[node_id] = answer if error is None else explain_failure(error, late, failed)
+    return answers

@@ -49,7 +49,7 @@ def run_on_nodes(
     answers: dict[str, Any] = run_in_tasks(function, elsewhere, timeout_s=max(0.0, deadline - time.monotonic()))
     for node_id, job in jobs.items():
         if not job.over.wait(max(0.0, deadline - time.monotonic())):
-            answers[node_id] = _late(function, node_id, timeout_s)
+            answers[node_id] = PlacementTimeoutError(_late(function, node_id, timeout_s))
         elif (error := job.future.exception()) is None:
             answers[node_id] = job.future.result()
         else:  # sys.exit on a thread ends nothing else
@@ -125,23 +125,29 @@ def _drop(tasks: dict[str, Any]) -> None:
 
 
 def _explain(function: Callable[..., Any], node_id: str, limit_s: float, error: Exception) -> Exception:
+    if isinstance(error, ray.exceptions.WorkerCrashedError):
+        return _ended(function, node_id, error)
+    return explain_failure(
+        error, _late(function, node_id, limit_s), f"{_name(function)} could not run on node {node_id}"
+    )
+
+
+def explain_failure(error: Exception, late: str, failed: str) -> Exception:
+    """Return the error of a request to a node that says what to do; that of a function itself as it is."""
     # A function's own error is a RayTaskError, whatever its class.
     if isinstance(error, ray.exceptions.RayTaskError) or not isinstance(error, ray.exceptions.RayError):
         return error
     if isinstance(error, ray.exceptions.GetTimeoutError):
-        return _late(function, node_id, limit_s)
-    if isinstance(error, ray.exceptions.WorkerCrashedError):
-        return _ended(function, node_id, error)
-    failed = PlacementError(
-        f"{_name(function)} could not run on node {node_id}: {error}. If the node is gone, `replace_lost_nodes()` of "
-        "its cluster reserves others."
-    )
-    failed.__cause__ = error
-    return failed
+        explained: PlacementError = PlacementTimeoutError(late)
+    else:
+        gone = "If the node is gone, `replace_lost_nodes()` of its cluster reserves others."
+        explained = PlacementError(f"{failed}: {error}. {gone}")
+    explained.__cause__ = error
+    return explained
 
 
-def _late(function: Callable[..., Any], node_id: str, limit_s: float) -> PlacementTimeoutError:
-    return PlacementTimeoutError(
+def _late(function: Callable[..., Any], node_id: str, limit_s: float) -> str:
+    return (
         f"{_name(function)} has not returned on node {node_id} within {limit_s:.3g} s. The node may be very busy, or "
         "its raylet stopped: try again, or look at the node."
     )
