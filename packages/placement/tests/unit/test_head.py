@@ -68,17 +68,6 @@ def test_interrupted(in_time, monkeypatch, eventually):
     assert eventually(lambda: len(undone) == 1)
 
 
-def test_at_the_end_of_the_interpreter(monkeypatch):
-    """If no thread can be started any more, the function runs on the calling thread."""
-
-    def refuse(thread):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(background, "_pool", background._Pool())
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert call_within(20, threading.get_ident) == threading.get_ident()
-
-
 def test_deadlines(monkeypatch):
     """A request gets what is left of the earliest deadline, but at least some seconds (seam: whether Ray runs)."""
     given = []

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fairlead_placement import Node
-from fairlead_placement._model import Ask, check_segments, matches
+from fairlead_placement._model import Ask, matches
 from fairlead_placement._plan.planner import decide
 from fairlead_placement._plan.topology import node_place, physical_order
 
@@ -261,13 +261,6 @@ def test_segments_are_refused_only_if_impossible(random):
         for number, ids in chosen.items():
             assert by_id[ids[0]].free["CPU"] >= len(ids) == counts[number]
             assert node_place(by_id[ids[0]])[0] == node_place(by_id[chosen[number // 2 * 2][0]])[0] != ""
-
-
-@pytest.mark.parametrize("size", [0, -2, True, 1.5, "2"])
-def test_bad_segment_size(size):
-    """A size that is not a positive integer is refused, and the error shows the value."""
-    with pytest.raises(ValueError, match=f"segment_size must be an integer of at least 1, got {size!r}"):
-        check_segments(size, 2, "STRICT_PACK")
 
 
 @pytest.mark.parametrize(

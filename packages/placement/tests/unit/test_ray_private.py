@@ -12,7 +12,14 @@ from ray._private import auto_init_hook
 from ray.core.generated import autoscaler_pb2, gcs_pb2  # noqa: F401
 
 from fairlead_placement import _ray_private as private
-from fairlead_placement.extension import run_in_thread
+from fairlead_placement.extension import (
+    autoscaler_is_there,
+    collect,
+    connection,
+    drain_deadlines,
+    draining_nodes,
+    run_in_thread,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +50,8 @@ def test_drain_deadlines(monkeypatch):
     """Ray gives milliseconds, and 0 for a node without a deadline."""
     state = SimpleNamespace(get_draining_nodes=lambda: {"a": 1_500, "b": 0})
     monkeypatch.setattr(ray._private.state, "state", state)
-    assert private.drain_deadlines() == {"a": 1.5, "b": float("inf")}
-    assert private.draining_nodes() == {"a", "b"}
+    assert drain_deadlines() == {"a": 1.5, "b": float("inf")}
+    assert draining_nodes() == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +76,7 @@ def test_what_autoscalers_report(monkeypatch, version, ids, types, infeasible):
     client = SimpleNamespace(get_cluster_status=status.SerializeToString, internal_kv_get=lambda key, namespace: report)
     monkeypatch.setattr(ray._private.worker, "global_worker", SimpleNamespace(gcs_client=client))
     assert private.infeasible_groups() == infeasible
-    assert private.autoscaler_is_there() is (infeasible is not None)
+    assert autoscaler_is_there() is (infeasible is not None)
 
 
 def test_raylets(monkeypatch):
@@ -128,14 +135,14 @@ def test_without_a_lock_of_ray(monkeypatch):
 def test_collect_without_ray():
     """Without Ray no request is sent."""
     with pytest.raises(ray.exceptions.RaySystemError, match="Ray has been shut down"):
-        private.collect({"a": lambda: pytest.fail("a request was sent")}, 1.0)
+        collect({"a": lambda: pytest.fail("a request was sent")}, 1.0)
 
 
 def test_connection(monkeypatch):
     """Without Ray's object for a connection, its public ids identify it."""
     here = SimpleNamespace(get_session_name=lambda: "session", get_worker_id=lambda: "worker")
-    assert private.connection() is None
+    assert connection() is None
     monkeypatch.setattr(ray._private.worker, "global_worker", SimpleNamespace(connected=True))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
     monkeypatch.delattr(ray._private.worker, "_global_node")
-    assert private.connection() == ("session", "worker")
+    assert connection() == ("session", "worker")

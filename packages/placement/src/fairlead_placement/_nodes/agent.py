@@ -338,8 +338,8 @@ def _explain_all(method: str, limit_s: float, found: Mapping[str, tuple[Any, Exc
     answers: dict[str, Any] = {}
     for node_id, (answer, error) in found.items():
         late = (
-            f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. Its process may be starting on "
-            "a very busy node: try again, or look at the node."
+            f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. "
+            "Its process may be starting on a very busy node: try again, or look at the node."
         )
         failed = f"The agent of node {node_id} could not do {method!r}"
         answers[node_id] = answer if error is None else explain_failure(error, late, failed)
