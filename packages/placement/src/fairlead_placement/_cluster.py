@@ -484,8 +484,8 @@ class RayVirtualCluster:
     def get_resource_usage(self) -> tuple[NodeUsage, ...]:
         """Return the memory of each physical node of the cluster that is alive, in physical order. Reserves.
 
-        With `monitor_memory` the peaks are those since it was reserved, or since the node's agent was replaced; without
-        it they are those of this one sample.
+        With `monitor_memory` the peaks are those since this process began to sample the node; without it they are those
+        of this one sample.
         """
         node_ids, held = dict.fromkeys(slot.node_id for slot in self.slots()), self._holding.held
         return read_usage(list(node_ids), held.watcher if held else None)

@@ -190,7 +190,8 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
 
 def _list_clusters(prefix: str) -> list[Raylet]:
     """Return a raylet of each cluster that answers and has a resource with a prefix, the oldest first."""
-    raylets = [raylet for raylet in list_raylets() if any(name.startswith(prefix) for name in raylet.resources)]
+    mine = [raylet for raylet in list_raylets() if raylet.user == os.getuid()]
+    raylets = [raylet for raylet in mine if any(name.startswith(prefix) for name in raylet.resources)]
     living = {raylet.address: raylet for raylet in raylets if _answers(raylet.address)}
     return sorted(living.values(), key=lambda raylet: raylet.started_at)
 

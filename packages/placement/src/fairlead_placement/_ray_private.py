@@ -21,7 +21,6 @@ _never_connecting = threading.local()
 ALIVE_S = 5.0
 # How often a wait outside of Ray looks whether Ray is still there.
 LOOK_EVERY_S = 0.1
-_NODE_ID = b"--node_id="
 # What the use of a private part raises if a version of Ray lacks it.
 _MISSING = (ImportError, AttributeError, TypeError)
 
@@ -75,54 +74,43 @@ def draining_nodes() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Raylet:
-    """A raylet of this user on this machine: its cluster's head, the process that started it, and when."""
+    """A raylet on this machine: its cluster's head, its node, the process that started it, when, and its user."""
 
     address: str
+    node_id: str
     starter: int
     started_at: float
+    user: int
     resources: frozenset[str]
 
 
 def list_raylets() -> list[Raylet]:
-    """Return the raylets of this user on this machine.
+    """Return the raylets on this machine whose processes this one sees by the same pids, and may read.
 
-    Reason: Ray reports only that a cluster runs, for all users, and what it is only to a process that joins it.
-    Fallback: a raylet whose arguments are not as expected is left out. `init_ray` then starts a cluster of its own.
+    Reason: no public function says which clusters and which nodes run here.
+    Fallback: a raylet whose arguments are not as expected is left out. `init_ray` then starts a cluster of its own, and
+    functions run on that node in tasks.
     """
     import psutil  # Ray brings it along
 
-    found = []
+    found: list[Raylet] = []
+    proc = Path("/proc")
+    if proc.exists() and os.readlink(proc / "self") != str(os.getpid()):  # it is of another namespace
+        return found
     for process in psutil.process_iter():
         # The process may exit, or belong to another user who hides it.
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.name() != "raylet" or process.uids().real != os.getuid():
+        with contextlib.suppress(psutil.Error, OSError, KeyError):
+            if process.name() != "raylet":
+                continue
+            if proc.exists() and os.readlink(proc / f"{process.pid}/ns/pid") != os.readlink(proc / "self/ns/pid"):
                 continue
             pairs = (argument.partition("=") for argument in process.cmdline())
             options = {name.lstrip("-"): value for name, _, value in pairs}
             # Alternately the names and the amounts.
-            resources = options.get("static_resource_list", "").split(",")[::2]
-            if address := options.get("gcs-address"):
-                found.append(Raylet(address, process.ppid(), process.create_time(), frozenset(resources)))
+            resources = frozenset(options.get("static_resource_list", "").split(",")[::2])
+            made = process.ppid(), process.create_time(), process.uids().real
+            found.append(Raylet(options["gcs-address"], options["node_id"], *made, resources))
     return found
-
-
-def find_nodes_here() -> frozenset[str]:
-    """Return the ids of the nodes whose processes this one sees by the same pids, and may read.
-
-    Reason: no public function says whether the pids of a node are those that this process sees.
-    Fallback: none is found, and functions run on these nodes in tasks.
-    """
-    found = set()
-    with contextlib.suppress(OSError):
-        if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace
-            return frozenset()
-        own = os.readlink("/proc/self/ns/pid")
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended, or belongs to someone else
-                if (path / "comm").read_bytes() == b"raylet\n" and os.readlink(path / "ns/pid") == own:
-                    arguments = (path / "cmdline").read_bytes().split(b"\0")
-                    found |= {one[len(_NODE_ID) :].decode() for one in arguments if one.startswith(_NODE_ID)}
-    return frozenset(found)
 
 
 def is_client() -> bool:

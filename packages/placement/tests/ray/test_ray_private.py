@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
-from fairlead_placement._ray_private import find_nodes_here
+from fairlead_placement._ray_private import list_raylets
 from fairlead_placement.extension import read_nodes
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -26,11 +26,15 @@ def test_free_resources(monkeypatch):
 def test_nodes_here():
     """A node on this machine is found by its raylet, and none of which this process may not read the processes."""
     node = ray.nodes()[0]["NodeID"]
-    assert node in find_nodes_here()
+
+    def is_seen():
+        return node in {raylet.node_id for raylet in list_raylets()}
+
+    assert is_seen()
     if os.geteuid() == 0 and (child := os.fork()) == 0:
         os.setgid(65534)
         os.setuid(65534)
-        os._exit(node in find_nodes_here())
+        os._exit(is_seen())
     assert os.geteuid() or os.waitpid(child, 0)[1] == 0
 
 

@@ -45,7 +45,7 @@ def listening():
 
 
 def make_raylet(address, *resources, starter=77, started_at=1.0):
-    return Raylet(address, starter, started_at, frozenset(resources))
+    return Raylet(address, "node", starter, started_at, os.getuid(), frozenset(resources))
 
 
 @pytest.mark.parametrize("how", ["argument", "RAY_ADDRESS", "file", "process"])

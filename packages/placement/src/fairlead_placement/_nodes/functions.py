@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from .._ray_private import block_shutdown, collect, connection, find_nodes_here, start_task
+from .._ray_private import block_shutdown, collect, connection, list_raylets, start_task
 from ..exceptions import PlacementError, PlacementTimeoutError
 from .background import run_in_thread
 from .head import ask_head, head_deadline, refuse_client
@@ -66,7 +66,7 @@ def find_here(node_ids: Iterable[str]) -> frozenset[str]:
     known = _seen[1]
     if not wanted <= known.keys():  # a node that runs has a raylet, so a look is enough for its life
         try:
-            found = run_in_thread(find_nodes_here).result(FIND_S)
+            found = {raylet.node_id for raylet in run_in_thread(list_raylets).result(FIND_S)}
         except TimeoutError:
             return frozenset(node_id for node_id in wanted if known.get(node_id))
         known.update((node_id, node_id in found) for node_id in wanted)

@@ -121,7 +121,7 @@ def take_sample() -> tuple[Any, ...]:
 
 
 class Peaks:
-    """The samples of the node's memory for one watcher, and their peaks."""
+    """Samples of the node's memory, and their peaks."""
 
     def __init__(self) -> None:
         self._samples = 0
