@@ -99,10 +99,13 @@ def ask_agents(
     while left:
         try:
             with head_deadline(max(0.0, deadline - time.monotonic())):
-                agents = _get_agents({node_id: names[node_id] for node_id in left}, on_loss, deadline)
+                agents = _get_agents({node_id: names[node_id] for node_id in left}, deadline)
             found = _send(method, agents, arguments, deadline)
         except (PlacementError, ray.exceptions.RayError) as error:
             return answers | dict.fromkeys(left, error)
+        for node_id, (_, error) in found.items():
+            if error is None and not _note(agents[node_id], names[node_id], on_loss):
+                found[node_id] = None, ray.exceptions.ActorDiedError()
         answers |= _explain_all(method, timeout_s, found)
         is_over = not repeat or time.monotonic() >= deadline
         left = [] if is_over else [node_id for node_id, (_, error) in found.items() if _is_own(error, _GONE)]
@@ -116,7 +119,9 @@ def send_to_agents(
     method: str, arguments: Mapping[str, Sequence[Any]], names: Mapping[str, Collection[str]], on_loss: OnLoss
 ) -> None:
     """Send the same without waiting for the answers, within `head_deadline`."""
-    agents = _get_agents(names, on_loss, time.monotonic() + ANSWER_S)
+    agents = _get_agents(names, time.monotonic() + ANSWER_S)
+    for node_id, agent in agents.items():
+        _note(agent, names[node_id], on_loss)
     _send(method, agents, arguments, time.monotonic())
 
 
@@ -200,7 +205,7 @@ def _present(node_ids: Iterable[str]) -> dict[str, _Agent]:
     return {node_id: agent for node_id, agent in found.items() if agent.on is here and agent.handle is not None}
 
 
-def _get_agents(names: Mapping[str, Collection[str]], on_loss: OnLoss | None, deadline: float) -> dict[str, _Agent]:
+def _get_agents(names: Mapping[str, Collection[str]], deadline: float) -> dict[str, _Agent]:
     """Return the agents of nodes by node id, to hold names from now on. Create those that are missing."""
     refuse_client()
     agents: dict[str, _Agent] = {}
@@ -213,7 +218,7 @@ def _get_agents(names: Mapping[str, Collection[str]], on_loss: OnLoss | None, de
             if (agent := _agents.get(node_id)) is None:
                 agent = _agents[node_id] = _Agent(node_id, here)
                 missing.append(agent)
-            agent.holds.update(dict.fromkeys(held, on_loss))
+            agent.holds = dict.fromkeys(held) | agent.holds
             agents[node_id] = agent
     if missing:
         _create(missing)
@@ -296,6 +301,14 @@ def _lose(agent: _Agent, why: str) -> None:
             on_loss(agent.node_id, names, reason)
         except Exception:
             logger.exception("Cannot restore what the agent of node %s held", agent.node_id[:8])
+
+
+def _note(agent: _Agent, names: Collection[str], on_loss: OnLoss | None) -> bool:
+    """Note whom to call if an agent dies that holds names, unless they are released; return False if it has died."""
+    with _lock:
+        held = [name for name in names if name in agent.holds]
+        agent.holds.update(dict.fromkeys(held, on_loss))
+        return not held or _agents.get(agent.node_id) is agent
 
 
 def _leave(agent: _Agent, names: Collection[str]) -> None:
