@@ -103,12 +103,12 @@ def ask_agents(
             found = _send(method, agents, arguments, deadline)
         except (PlacementError, ray.exceptions.RayError) as error:
             return answers | dict.fromkeys(left, error)
-        for node_id, (_, error) in found.items():
-            if error is None and not _note(agents[node_id], names[node_id], on_loss):
+        for node_id, (_, failure) in found.items():
+            if failure is None and not _note(agents[node_id], names[node_id], on_loss):
                 found[node_id] = None, ray.exceptions.ActorDiedError()
         answers |= _explain_all(method, timeout_s, found)
         is_over = not repeat or time.monotonic() >= deadline
-        left = [] if is_over else [node_id for node_id, (_, error) in found.items() if _is_own(error, _GONE)]
+        left = [] if is_over else [node_id for node_id, (_, failure) in found.items() if _is_own(failure, _GONE)]
         if left:
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, PAUSES_S[1])
