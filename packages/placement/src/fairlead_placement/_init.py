@@ -48,6 +48,7 @@ def init_ray(
         log_dir: where a local cluster keeps its logs and session files; Ray's own folder when None. The path must
             be short: Ray puts sockets below it, and a socket's path is limited to 107 bytes.
         address: the `host:port` of the cluster to attach to; "local" always starts a new one. "auto" never starts one.
+            It also takes a local one that was started with other `CUDA_VISIBLE_DEVICES`, if that is the only one.
         num_cpus: CPUs of a local cluster; None for those of the machine. A cluster that runs already keeps its size.
         num_gpus: GPUs of a local cluster; None for those of the machine.
 
@@ -172,7 +173,7 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
         is_mine, address = os.fstat(opened.fileno()).st_uid == os.getuid(), opened.read(300).strip()
         if is_mine and _split(address) and _answers(address):
             return Target(address, f"`ray start` announced in {file}")
-    started = _list_clusters(local_tag())
+    started = _list_clusters(local_tag(of_devices=may_start))
     if started and (may_start or len(started) == 1):
         return Target(started[-1].address, f"init_ray started in process {started[-1].starter}")
     if may_start:
@@ -213,14 +214,15 @@ def _check_named(address: str, reason: str) -> Target:
     return Target(address, reason, True)
 
 
-def local_tag() -> str:
+def local_tag(*, of_devices: bool = True) -> str:
     """Return the name of the resource that marks a cluster that `init_ray` starts in this process.
 
-    It is the same for all processes of this user with the same session folder and the same visible devices.
+    Its beginning is the same for all of this user with the same session folder, whatever their visible devices.
     """
-    file, devices = cluster_file(), os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    same = f"{os.getuid()} {file and Path(file).parent.resolve()} {devices}"
-    return f"{TAG}{hashlib.sha256(same.encode()).hexdigest()[:16]}"
+    file = cluster_file()
+    session = f"{os.getuid()} {file and Path(file).parent.resolve()}"
+    parts = [session, *([os.environ.get("CUDA_VISIBLE_DEVICES", "all")] if of_devices else [])]
+    return TAG + "".join(f"{hashlib.sha256(part.encode()).hexdigest()[:8]}-" for part in parts)
 
 
 def _split(address: str) -> tuple[str, int] | None:

@@ -112,7 +112,7 @@ def test_an_announcement_that_is_no_address(text, announce):
 
 
 def test_auto(monkeypatch, listening, machine, dead_address):
-    """ "auto" attaches to the only cluster that `init_ray` started here, and starts none."""
+    """ "auto" attaches to the only cluster that `init_ray` started here, for whichever devices, and starts none."""
     one, other = listening
     machine += [make_raylet(one, "CPU"), make_raylet(dead_address, local_tag())]
     with pytest.raises(PlacementError) as caught:
@@ -126,6 +126,8 @@ def test_auto(monkeypatch, listening, machine, dead_address):
     with pytest.raises(PlacementError, match=rf"{one} \(process 77\), {other} \(process 78\)"):
         find_target("auto")
     machine[-1] = make_raylet(other, local_tag(), starter=78)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert find_target(None) is None
     assert find_target("auto") == Target(other, "init_ray started in process 78")
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert find_target(None) == find_target("auto")
