@@ -106,8 +106,9 @@ SELECTORS = [{}, {}, {}, {"zone": "a"}, {"zone": "!a"}, {"zone": "in(a,b)"}, {"z
 def mixed_requests(draw):
     random = draw(randoms)
     strategy = random.choice(["STRICT_PACK", "STRICT_PACK", "STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"])
+    selector = random.choice(SELECTORS)
     return [
-        Ask(number, random.randint(1, 3), random.choice(BUNDLES), strategy, random.choice(SELECTORS))
+        Ask(number, random.randint(1, 3), random.choice(BUNDLES), strategy, selector)
         for number in range(random.randint(1, 4))
     ]
 

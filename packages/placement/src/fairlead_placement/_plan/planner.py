@@ -29,7 +29,7 @@ class Decision(NamedTuple):
 def decide(
     asks: Sequence[Ask], nodes: Sequence[Node], *, own_nodes: bool = False, segment_size: int | None = None
 ) -> Decision:
-    """Place requests of one strategy on nodes in physical order, by what is free there.
+    """Place requests of one strategy, with one label selector, on nodes in physical order, by what is free there.
 
     If possible, logical nodes get physical nodes of their own in the requested order. If not, the largest takes the
     tightest node that is still unused. If that fails too, logical nodes share physical nodes, the largest first. No
@@ -39,7 +39,7 @@ def decide(
     nodes, by number, is on physical nodes of its own in one topology domain. The verdict is "impossible" only if totals
     or the largest requests prove that, and "taken" only if there is a plan for the nodes when nothing runs on them.
     """
-    own_nodes = own_nodes or segment_size is not None
+    own_nodes, nodes = own_nodes or segment_size is not None, _find_usable(asks, nodes)
     free = Site(asks, nodes, False, own_nodes)
     plan = free.make_plan(segment_size)
     if plan is not None:
@@ -50,16 +50,15 @@ def decide(
     return Decision(None, "taken" if idle is not free and idle.make_plan(segment_size) is not None else "not found")
 
 
+def _find_usable(asks: Sequence[Ask], nodes: Sequence[Node]) -> list[Node]:
+    return [node for node in nodes if not asks or matches(asks[0].labels, node.labels)]
+
+
 def is_in_use(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
     """Return whether anything that the requests need is in use on a node that they may use."""
     names = {name for ask in asks for name in ask.bundle}
-    selectors = list({tuple(ask.labels.items()): ask.labels for ask in asks}.values())
-    return any(
-        node.free.get(name, 0.0) < node.total.get(name, 0.0)
-        for node in nodes
-        if any(matches(selector, node.labels) for selector in selectors)
-        for name in names
-    )
+    usable = _find_usable(asks, nodes)
+    return any(node.free.get(name, 0.0) < node.total.get(name, 0.0) for node in usable for name in names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +69,6 @@ class Shape:
     """
 
     unit: Amounts
-    labels: Mapping[str, str]
     units: int  # of a logical node
     apart: bool  # whether no two units of a logical node share a node
     fits: list[int]  # how many units each node holds
@@ -94,9 +92,7 @@ class Site:
             sizes = [(resource, n) for resource, n in enumerate(unit) if n]
             known = {has: min((has[resource] // n for resource, n in sizes), default=0) for has in set(self.room)}
             fits = [known[has] for has in self.room]
-            if ask.labels:
-                fits = [n if matches(ask.labels, node.labels) else 0 for n, node in zip(fits, nodes, strict=True)]
-            shape = Shape(unit, ask.labels, 1 if is_whole else ask.count, ask.strategy == "STRICT_SPREAD", fits)
+            shape = Shape(unit, 1 if is_whole else ask.count, ask.strategy == "STRICT_SPREAD", fits)
             self.shape_of.update(dict.fromkeys((ask.node_idx, *(other.node_idx for other in others)), shape))
 
     def make_plan(self, segment_size: int | None) -> dict[int, tuple[str, ...]] | None:
@@ -122,14 +118,8 @@ class Site:
             return self._lacks_room(self._count(self.asks), range(len(self.nodes)))
         domains = self._domains()
         inside = [position for positions in domains for position in positions]
-        return (
-            sum(len(positions) // segment_size for positions in domains) * segment_size < len(self.asks)
-            or self._lacks_room(self._count(self.asks), inside)
-            or any(
-                all(self._lacks_room(self._count(block), positions) for positions in domains)
-                for _, block in self._blocks(segment_size)
-            )
-        )
+        segments = sum(len(positions) // segment_size for positions in domains)
+        return segments * segment_size < len(self.asks) or self._lacks_room(self._count(self.asks), inside)
 
     def _count(self, asks: Sequence[Ask]) -> Counter[Shape]:
         return Counter(self.shape_of[ask.node_idx] for ask in asks)
@@ -137,11 +127,7 @@ class Site:
     def _lacks_room(self, counts: Mapping[Shape, int], positions: Sequence[int]) -> bool:
         """Return whether totals, or the units that are as large as those of a shape, prove that the nodes lack room."""
         for shape in counts:
-            larger = [
-                other
-                for other in counts
-                if other.labels == shape.labels and all(map(operator.ge, other.unit, shape.unit))
-            ]
+            larger = [other for other in counts if all(map(operator.ge, other.unit, shape.unit))]
             needed = sum(other.units * counts[other] for other in larger)
             most = sum(counts[other] for other in larger) if shape.apart else needed
             if self.own_nodes and shape.units == 1:
@@ -216,9 +202,8 @@ class Site:
     def _blocks(self, segment_size: int) -> list[tuple[object, Sequence[Ask]]]:
         """Return the requests in groups of this many with what they need, the largest first."""
 
-        def need(block: Sequence[Ask]) -> list[tuple[list[int], list[tuple[str, str]]]]:
-            shapes = [self.shape_of[ask.node_idx] for ask in block]
-            return sorted(([-n for n in shape.unit], sorted(shape.labels.items())) for shape in shapes)
+        def need(block: Sequence[Ask]) -> list[list[int]]:
+            return sorted([-n for n in self.shape_of[ask.node_idx].unit] for ask in block)
 
         blocks = [self.asks[start : start + segment_size] for start in range(0, len(self.asks), segment_size)]
         return sorted([(need(block), block) for block in blocks], key=operator.itemgetter(0))
