@@ -51,11 +51,6 @@ class Ask:
     strategy: Strategy = "STRICT_PACK"
     labels: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """Asks of one shape are interchangeable."""
-        return (self.count, tuple(sorted(self.bundle.items())), self.strategy, tuple(sorted(self.labels.items())))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

@@ -3,12 +3,13 @@
 
 import io
 import itertools
+import operator
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
@@ -133,9 +134,10 @@ class ReservationReport:
     def _draw_request(self) -> Table:
         columns = ["logical node", "bundles", "each", "strategy", *(["planned on"] if self.plan else [])]
         asked = Table(*columns, title="Asked", title_justify="left")
-        # A row for each run of neighbouring asks of one shape.
-        for _, run in itertools.groupby(enumerate(self.asks), lambda item: (item[1].shape, item[1].node_idx - item[0])):
-            asks = [ask for _, ask in run]
+        # A row for each run of neighbouring asks that are alike.
+        numbered = [(replace(ask, node_idx=0), ask.node_idx - at, ask) for at, ask in enumerate(self.asks)]
+        for _, run in itertools.groupby(numbered, operator.itemgetter(0, 1)):
+            asks = [ask for *_, ask in run]
             ask, first, last = asks[0], asks[0].node_idx, asks[-1].node_idx
             number = str(first) if first == last else f"{first} to {last}"
             labels = "".join(f"\non {key}: {condition}" for key, condition in ask.labels.items())

@@ -67,7 +67,7 @@ def test_equal_asks_follow_physical_order(asks, nodes, own_nodes):
     assume(chosen is not None)
 
     for one, other in itertools.combinations(asks, 2):
-        if one.shape == other.shape:
+        if (one.count, one.bundle) == (other.count, other.bundle):
             assert chosen[one.node_idx] <= chosen[other.node_idx]
 
 

@@ -153,7 +153,10 @@ def _serve() -> None:
     is_kept = True
     while is_kept:
         me.name, job, function, args = _pool.work.get()
-        _call(job.future, function, *args)
+        try:
+            job.future.set_result(function(*args))
+        except BaseException as error:  # noqa: BLE001  whoever waits raises it
+            job.future.set_exception(error)
         me.name, over = IO, job.over
         del job, function, args
         if is_kept := _pool.idle.qsize() < IDLE_KEPT:

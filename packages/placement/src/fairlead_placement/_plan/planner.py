@@ -39,7 +39,8 @@ def decide(
     nodes, by number, is on physical nodes of its own in one topology domain. The verdict is "impossible" only if totals
     or the largest requests prove that, and "taken" only if there is a plan for the nodes when nothing runs on them.
     """
-    own_nodes, nodes = own_nodes or segment_size is not None, _find_usable(asks, nodes)
+    own_nodes = own_nodes or segment_size is not None
+    nodes = [node for node in nodes if not asks or matches(asks[0].labels, node.labels)]
     free = Site(asks, nodes, False, own_nodes)
     plan = free.make_plan(segment_size)
     if plan is not None:
@@ -50,14 +51,10 @@ def decide(
     return Decision(None, "taken" if idle is not free and idle.make_plan(segment_size) is not None else "not found")
 
 
-def _find_usable(asks: Sequence[Ask], nodes: Sequence[Node]) -> list[Node]:
-    return [node for node in nodes if not asks or matches(asks[0].labels, node.labels)]
-
-
 def is_in_use(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
     """Return whether anything that the requests need is in use on a node that they may use."""
     names = {name for ask in asks for name in ask.bundle}
-    usable = _find_usable(asks, nodes)
+    usable = [node for node in nodes if not asks or matches(asks[0].labels, node.labels)]
     return any(node.free.get(name, 0.0) < node.total.get(name, 0.0) for node in usable for name in names)
 
 
@@ -80,7 +77,7 @@ class Site:
     def __init__(self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool) -> None:
         self.asks = sorted(asks, key=operator.attrgetter("node_idx"))
         self.nodes, self.own_nodes = nodes, own_nodes
-        alike = list(group_pairs((ask.shape, ask) for ask in self.asks).values())
+        alike = list(group_pairs(((ask.count, *sorted(ask.bundle.items())), ask) for ask in self.asks).values())
         held = [item for ask, *_ in alike for item in ask.bundle.items()]
         names = sorted({name for name, amount in held if round(amount * PRECISION)})
         amounts = [node.total if idle else node.free for node in nodes]
