@@ -491,7 +491,7 @@ class RayVirtualCluster:
         return read_usage(list(node_ids), held.watcher if held else None)
 
     def groups(self) -> tuple[Any, ...]:
-        """Return the worker groups that run on this cluster's slots, in the order of the slots. Reserves nothing.
+        """Return the worker groups that run on this cluster's slots, in the order of their creation. Reserves nothing.
 
         These are the groups of this process that were passed to `claim_slots` and have not been shut down.
         """

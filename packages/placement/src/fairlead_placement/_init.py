@@ -129,16 +129,14 @@ def attach_to(
             "Its cluster may have stopped or hang: stop the rest of it and correct the address (or delete the file), "
             f'or pass address="local" to start a cluster of your own. If the cluster wants a token, set {_TOKEN}.'
         ) from error
-    except RuntimeError as error:
-        if "No node info" not in str(error):
-            raise
-        raise PlacementError(
-            f"The Ray cluster at {address}, which {reason}, answers, but this process sees none of its nodes on this "
-            f"machine, and Ray attaches a process only to such a node. {CLIENT_REMEDY} Or start a node here with `ray "
-            f"start --address={address}`. A container beside that of a node needs the same process namespace, and the "
-            "session folder of Ray (/tmp/ray)."
-        ) from error
     except (ConnectionError, ValueError, ray.exceptions.RpcError) as error:
+        if "No node info" in str(error.__context__):
+            raise PlacementError(
+                f"The Ray cluster at {address}, which {reason}, answers, but this process sees none of its nodes on "
+                f"this machine, and Ray attaches a process only to such a node. {CLIENT_REMEDY} Or start a node here "
+                f"with `ray start --address={address}`. A container beside that of a node needs the same process "
+                "namespace, and the session folder of Ray (/tmp/ray)."
+            ) from error
         # A token that is missing or wrong looks like this too, after Ray has tried for a while.
         raise PlacementError(
             f"Something answers at {address}, but Ray cannot attach to it: {error}. If it is a Ray cluster that wants "

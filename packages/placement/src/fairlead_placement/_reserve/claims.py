@@ -16,6 +16,8 @@ from .finalizers import wait_for_dropped
 
 _Key = tuple[str, int]
 _held: dict[_Key, dict["SlotClaim", None]] = {}
+# Every group that has claimed slots, by its identity, in the order of its first claim: one that moves claims again.
+_groups: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 # Slots that have been released, or are about to be. No group may claim them any more.
 _closed: dict[_Key, None] = {}
 # How many of them are kept, so that the table does not grow for the life of the process.
@@ -94,6 +96,8 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
                 )
         for key in claim._keys:
             _held.setdefault(key, {})[claim] = None
+        if (group := claim._group()) is not None:
+            _groups.setdefault(id(group), group)
     return None
 
 
@@ -111,8 +115,7 @@ def close_slots(slots: Sequence[Slot]) -> list[str]:
 
 
 def groups_on(slots: Sequence[Slot]) -> list[Any]:
-    """Return the groups registered on any of the slots, each once, in the order of the slots and of their claims."""
+    """Return the groups registered on any of the slots, in the order of their first claims."""
     with _lock:
-        # By identity, as a group may define its own equality.
-        present = {id(group): group for slot in slots for claim in _held.get(slot.key, ()) if (group := claim._group())}
-        return list(present.values())
+        present = {id(claim._group()) for slot in slots for claim in _held.get(slot.key, ())}
+        return [group for group in _groups.values() if id(group) in present]
