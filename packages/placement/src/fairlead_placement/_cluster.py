@@ -20,7 +20,7 @@ from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.gpus import check_gpu_ids
 from ._reserve.held import Holding, find_bundles, not_returned
-from ._reserve.wait import examine, examine_reserved
+from ._reserve.wait import examine
 from ._show import ReservationReport, count_bundles, draw
 from ._slot import Slot
 from .exceptions import PlacementError
@@ -32,21 +32,20 @@ class RayVirtualCluster:
     Args:
         bundle_ct_per_node_list: the number of bundles of each logical node; 0 skips the node.
         use_gpus: each bundle holds one GPU, if `accelerators` does not say more.
-        max_colocated_worker_groups: how many worker groups may share the slots. Each bundle holds `cpus_per_worker` for
+        max_colocated_worker_groups: how many worker groups may share the slots. Each bundle has `cpus_per_worker` for
             each of them.
         num_gpus_per_node: GPUs of a physical node, for the `configure_worker` of workers; 0 only without GPUs.
         name: appears in messages and in Ray's placement-group table.
         placement_group_strategy: how Ray lays out the bundles of *one logical node*: "STRICT_PACK" (on one physical
             node), "PACK", "SPREAD", "STRICT_SPREAD".
         enable_colocation: at least two worker groups may share the slots.
-        gpu_ids: the GPUs of their nodes that the bundles hold: a list of ids (with one logical node in use), a list per
-            logical node, or "auto" (None) for any GPUs. Not together with `segment_size`.
-        accelerators: the accelerators that each bundle holds, by the name that Ray has for them: `{"GPU": 0.5}`,
-            `{"neuron_cores": 2}`, `{"TPU": 4}`, `{"HPU": 1}`, `{"NPU": 1}`, or `{}` for none.
+        gpu_ids: the GPUs that the bundles hold: a list of ids (with one logical node in use), a list per logical node,
+            or "auto" (None) for any GPUs. Not together with `segment_size`.
+        accelerators: the accelerators that each bundle holds, by Ray's names: `{"GPU": 0.5}`, `{"neuron_cores": 2}`,
+            `{"TPU": 4}`, `{"HPU": 1}`, `{"NPU": 1}`, or `{}` for none.
         accelerator_type: the model of these, as Ray names it, such as "A100".
         cpus_per_worker: the CPUs of a worker of each group.
-        monitor_memory: sample the memory of the nodes once a second while the cluster is reserved; see
-            `get_resource_usage`.
+        monitor_memory: sample the memory of the nodes once a second while the cluster is reserved.
         communication_backend: "nccl" or "gloo", for workers to use; None for "nccl" with GPUs and "gloo" without.
         port_range_low: first port that may be leased.
         port_range_high: last port that may be leased, included.
@@ -56,17 +55,16 @@ class RayVirtualCluster:
         label_selector: the nodes that may be used, in Ray's syntax: `{"key": "value"}`, `"!value"`, `"in(a,b)"`,
             `"!in(a,b)"`.
         reserve_timeout_s: seconds to wait for resources that others hold, for nodes of an autoscaler, and for Ray's
-            head. Without an autoscaler nothing is held during the wait, so many small requests of others can starve a
-            large one.
+            head.
         wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
     Raises:
         TypeError, ValueError: a bad argument. Nothing has been requested from Ray.
 
-    Nothing is reserved until `reserve()`, `get_placement_groups()`, `slots()` or `with cluster:`. Every method that
-    reserves raises the errors of `reserve`. With STRICT_PACK, the cluster chooses nodes from what is free and pins
-    every bundle to its node. Otherwise Ray chooses them, and so it does if there is no room and an autoscaler may add
-    nodes. All methods that ask Ray raise `HeadTimeoutError` if its head does not answer.
+    Nothing is reserved until `reserve()`, `slots()`, `with cluster:` or another method that says so, all of which raise
+    the errors of `reserve`. With STRICT_PACK, the cluster chooses nodes from what is free and pins every bundle to its
+    node. Otherwise Ray chooses them, and so it does if there is no room and an autoscaler may add nodes. All methods
+    that ask Ray raise `HeadTimeoutError` if its head does not answer.
 
     >>> cluster = RayVirtualCluster([4, 0, 2], use_gpus=False)
     >>> cluster.world_size(), cluster.node_count()
@@ -146,8 +144,8 @@ class RayVirtualCluster:
         )
         self._holding = Holding(request, monitor_memory=monitor_memory)
         self._parent: RayVirtualCluster | None = None
-        # Of a view, the logical node of each of its slots, by the number of the slot's place.
-        self._places: dict[int, int] | None = None
+        # Of a view, its slots: each is a number among those of its logical node, which stays when a slot is replaced.
+        self._places: frozenset[tuple[int, int]] | None = None
         release_when_dropped(self, self._holding.leak, self._holding.give_back)
 
     @classmethod
@@ -155,9 +153,7 @@ class RayVirtualCluster:
         """Return a cluster of equal logical nodes.
 
         Args:
-            config: the numbers of bundles per logical node and of logical nodes, such as
-                `{"gpus_per_node": 8, "num_nodes": 2}`. It may also have `master_port_range_low`,
-                `master_port_range_high` and `segment_size`.
+            config: its size and its ports.
             options: those of the class. They take precedence over the config.
 
         Raises:
@@ -184,15 +180,13 @@ class RayVirtualCluster:
     ) -> "RayVirtualCluster":
         """Return a cluster over placement groups that others have made, each of which is one logical node.
 
-        It owns none of them. Its `shutdown` releases the ports that were leased through it, and nothing else; nor can
-        it be extended, or reserved again.
+        It owns none of them: its `shutdown` releases only the ports that were leased through it.
 
         Args:
             placement_groups: Ray's placement groups. All bundles of a group hold the same.
             max_colocated_worker_groups: how many worker groups may share the slots.
             name: appears in messages.
-            timeout_s: seconds to wait until Ray has placed the groups and until their accelerators, whose ids are read,
-                are free.
+            timeout_s: seconds to wait until the groups are placed and their accelerators are free, whose ids are read.
 
         Raises:
             ValueError: there is no group, one is given twice, its bundles differ, or they hold too few CPUs.
@@ -226,7 +220,7 @@ class RayVirtualCluster:
         counts = tuple(ask.count for ask in self._holding.request.asks)
         if self._places is None:
             return counts
-        mine = Counter(node_idx for node_idx in self._places.values() if counts[node_idx] > 0)
+        mine = Counter(node_idx for node_idx, _ in self._places if counts[node_idx] > 0)
         return tuple(mine[node_idx] for node_idx in range(len(counts)))
 
     def __repr__(self) -> str:
@@ -255,23 +249,17 @@ class RayVirtualCluster:
         return sum(count > 0 for count in self._counts)
 
     def explain(self, *, unified: bool = False) -> ReservationReport:
-        """Report whether a reservation would fit now, on which nodes, and who holds what is missing. Reserves nothing.
+        """Report whether a new reservation would fit now, on which nodes, and who holds what is missing.
 
-        For `gpu_ids` the answer is about any GPUs: only a process that holds a GPU can read its id.
+        Reserves nothing. For `gpu_ids` the answer is about any GPUs: only a process that holds a GPU can read its id.
 
         Args:
-            unified: as for `reserve`. It has no effect if the cluster is reserved.
-
-        Returns:
-            The report. If the cluster is reserved, its verdict is "reserved", and it shows the nodes and since when.
+            unified: as for `reserve`.
 
         Raises:
             PlacementError: Ray is not running.
         """
         with head_deadline():
-            held, slots = self._holding.held, self._shown_slots()
-            if held and slots:
-                return examine_reserved(self._holding.request.asks, slots, held.at)
             return examine(replace(self._holding.request, unified=unified))
 
     def reserve(self, *, unified: bool = False) -> "RayVirtualCluster":
@@ -279,18 +267,20 @@ class RayVirtualCluster:
 
         Args:
             unified: one placement group over all logical nodes, each on a physical node of its own, instead of one
-                group per logical node. With another strategy than STRICT_PACK, Ray chooses the nodes.
+                group per logical node; not with `gpu_ids`. With another strategy than STRICT_PACK, Ray chooses the
+                nodes.
 
         Returns:
             The cluster.
 
         Raises:
+            ValueError: `unified` together with `gpu_ids`.
             ResourceInsufficientError: the nodes cannot hold it even when idle, or others held GPUs that `gpu_ids`
                 names until the deadline.
             PlacementTimeoutError: others held what it needs until the deadline.
             HeadTimeoutError: Ray's head did not answer within `reserve_timeout_s`.
-            PlacementError: it is reserved already with another `unified`, or on a Ray that has been shut down; Ray is
-                not running; or this is a view of a cluster that has been shut down.
+            PlacementError: it is reserved with another `unified`, or on a Ray that has been shut down; or Ray is not
+                running; or this is a view of a cluster that has been shut down.
         """
         if (held := self._holding.held) is not None:
             if held.ray_ended:
@@ -305,6 +295,8 @@ class RayVirtualCluster:
             raise PlacementError(f"{self!r}: the cluster it was taken from has been shut down; split that again")
         if self._holding.is_adopted:
             raise PlacementError(f"{self!r} was made from placement groups of others: make another one from them")
+        if unified and self._holding.request.gpu_ids:
+            raise ValueError(f"{self!r} has gpu_ids, so each logical node has a placement group: leave out unified")
         self._holding.reserve(unified=unified)
         return self
 
@@ -316,28 +308,29 @@ class RayVirtualCluster:
     def slots(self) -> tuple[Slot, ...]:
         """Return the bundles in physical order: by topology domain, node, accelerator id. Reserves.
 
-        A slot that has replaced a lost one is in its place. The slots of an extension are at the end, in physical order
-        among themselves.
+        A slot that has replaced a lost one is in its place. The slots of an extension are at the end.
         """
         return tuple(self._own_places().values())
 
-    def _own_places(self) -> dict[int, Slot]:
+    def _own_places(self) -> dict[tuple[int, int], Slot]:
         self.reserve(unified=self._holding.request.unified)
-        held, mine = self._holding.held, self._places
-        return {place: slot for place, slot in held.places.items() if mine is None or place in mine} if held else {}
+        held, places, counted = self._holding.held, {}, Counter[int]()
+        for slot in held.slots if held else ():
+            place = slot.node_idx, counted[slot.node_idx]
+            counted[slot.node_idx] += 1
+            if self._places is None or place in self._places:
+                places[place] = slot
+        return places
 
     def replace_lost_nodes(self, timeout_s: float = 180.0) -> tuple[Slot, ...]:
-        """Reserve the slots of lost nodes again, on other nodes. The other slots do not change.
-
-        Bundles are pinned, so Ray parks the groups of a lost node: their other bundles stay usable, and other
-        reservations are not delayed. A group is removed when all its bundles are replaced.
+        """Reserve the slots of lost nodes again, on other nodes. The other slots do not change, and stay usable.
 
         Args:
             timeout_s: seconds to wait for room, also on nodes that are still to join.
 
         Returns:
             The new slots, which are in `slots()` in the places of the lost ones; nothing if no node is lost, or if Ray
-            has not noticed that yet, so call it again then.
+            has not noticed that yet.
 
         Raises:
             ResourceInsufficientError, PlacementTimeoutError: there was no room. Nothing has changed.
@@ -354,22 +347,21 @@ class RayVirtualCluster:
     ) -> tuple[int, ...]:
         """Reserve more logical nodes, with the options of the cluster. Reserves the cluster first if necessary.
 
-        Their slots come at the end of `slots()`, in physical order among themselves. The other slots do not change, and
-        no view gets any of the new ones. With `segment_size`, the new logical nodes form segments of their own. A
-        unified cluster gets one more placement group for all of them.
+        Their slots come at the end of `slots()`, in physical order among themselves. The other slots and the views do
+        not change.
 
         Args:
             bundle_counts: the number of bundles of each new logical node.
-            timeout_s: seconds to wait for resources that others hold, for Ray's head, and for another thread that
-                changes the cluster. Other changes wait for this one.
+            timeout_s: seconds to wait for resources that others hold, and for another thread that changes the cluster.
             wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
         Returns:
             The numbers of the new logical nodes (`node_idx`). Numbers of released nodes are not used again.
 
         Raises:
-            ValueError: a count below 1, or no multiple of `segment_size`; the cluster has `gpu_ids`, or different
-                `node_resource_constraints` for its logical nodes; or this is a view. Nothing has been requested.
+            ValueError: a count below 1; the cluster has `gpu_ids`, `segment_size` or different
+                `node_resource_constraints` for its logical nodes, or is unified; or this is a view. Nothing has been
+                requested.
             ResourceInsufficientError, PlacementTimeoutError, HeadTimeoutError: as for `reserve`. Nothing has changed.
             PlacementError: the cluster was shut down during the wait. Nothing of the extension stays reserved.
         """
@@ -384,25 +376,21 @@ class RayVirtualCluster:
         if any(other.bundle != model.bundle for other in others):
             what = "a cluster whose node_resource_constraints differ between logical nodes"
             raise ValueError(f"{what} {remedy} constraints that you need")
-        if self.segment_size is not None:
-            _model.check_segments(self.segment_size, len(counts), self.placement_group_strategy)
         self.slots()
         return self._holding.extend(counts, model, timeout_s=timeout_s, wait_for_nodes_s=wait_for_nodes_s)
 
     def release_nodes(self, indices: Iterable[int]) -> None:
         """Release logical nodes, and wait at most 30 s until Ray has their resources back.
 
-        The other slots keep their order, and views lose the released ones. `node_rank` and `local_rank` of later slots
-        may become smaller. Ports that were leased through the cluster on physical nodes that it no longer uses are
-        released too.
+        The other slots keep their order, and views lose the released ones. Ports that were leased through the cluster
+        on physical nodes that it no longer uses are released too.
 
         Args:
             indices: the numbers of the logical nodes (`node_idx`).
 
         Raises:
             IndexError: a logical node is not in use. Nothing has changed, as with the next two.
-            ValueError: this is a view; or other logical nodes are in the same segment, or in the one placement group of
-                a unified cluster.
+            ValueError: this is a view; or the cluster has `segment_size`, or is unified.
             PlacementError: worker groups use their slots, which the message names; the cluster is not reserved; or Ray
                 did not have the resources back in time.
         """
@@ -421,14 +409,17 @@ class RayVirtualCluster:
             raise ValueError(
                 f"{self!r} holds no nodes of its own: call {method}() of the cluster that it was taken from"
             )
+        if (self._holding.request.unified or self.segment_size) and not is_for_views:
+            raise ValueError(
+                f"{self!r} is unified, or has a segment_size, so its size is fixed and it has no {method}(): reserve "
+                "another one"
+            )
 
     def split(self, sizes: Sequence[int]) -> "tuple[RayVirtualCluster, ...]":
         """Return views over the reservation: the first `sizes[0]` slots, the next `sizes[1]`, and so on. Reserves.
 
-        A view is a cluster without a reservation of its own: its `shutdown` releases nothing.
-
-        Raises:
-            ValueError: a size is not positive, or the sizes do not add up to the whole cluster.
+        A view is a cluster without a reservation of its own: its `shutdown` releases nothing. Sizes that are not
+        positive, or do not add up to the whole cluster, are a ValueError.
         """
         for size in sizes:
             check_positive("a size", size)
@@ -437,36 +428,31 @@ class RayVirtualCluster:
                 f"sizes {list(sizes)} are {sum(sizes)} slots together; the cluster has {self.world_size()}"
             )
         ends = itertools.accumulate(sizes, initial=0)
-        places = list(self._own_places().items())
+        places = list(self._own_places())
         return tuple(self._view(places[start:end]) for start, end in itertools.pairwise(ends))
 
     def select(self, *, node_idx: int | Iterable[int]) -> "RayVirtualCluster":
-        """Return a view of the slots of some logical nodes. Reserves.
-
-        Raises:
-            IndexError: a logical node is not in use.
-        """
+        """Return a view of the slots of some logical nodes; an IndexError if one is not in use. Reserves."""
         wanted = {node_idx} if isinstance(node_idx, int) else set(node_idx)
-        places = self._own_places().items()
-        used = {slot.node_idx for _, slot in places}
+        places = self._own_places()
+        used = {place[0] for place in places}
         if not wanted or not wanted <= used:
             raise IndexError(f"logical node(s) {sorted(wanted - used)} are not in use; these are: {sorted(used)}")
-        return self._view((place, slot) for place, slot in places if slot.node_idx in wanted)
+        return self._view(place for place in places if place[0] in wanted)
 
-    def _view(self, places: Iterable[tuple[int, Slot]]) -> "RayVirtualCluster":
-        """Return a view of some slots of this cluster, with the numbers of their places."""
+    def _view(self, places: Iterable[tuple[int, int]]) -> "RayVirtualCluster":
+        """Return a view of some slots of this cluster."""
         view = object.__new__(RayVirtualCluster)
         view.__dict__.update(self.__dict__)
         view._parent = self  # keeps it alive: a dropped cluster releases its reservation
-        view._places = {place: slot.node_idx for place, slot in places}
+        view._places = frozenset(places)
         return view
 
     def get_master_address_and_port(self) -> tuple[str, int]:
         """Return the address of the first slot's node and a new port that is leased there until `shutdown()`.
 
         Raises:
-            PlacementError: the cluster has no slot.
-            PortUnavailableError: no port of `port_range` is free there.
+            PlacementError, PortUnavailableError: the cluster has no slot, or no port of `port_range` is free there.
         """
         if not self.slots():
             raise PlacementError(f"{self!r} has no slot, so no node that could have a master address")
@@ -475,9 +461,7 @@ class RayVirtualCluster:
     def get_available_address_and_port(self, pg_idx: int, bundle_idx: int) -> tuple[str, int]:
         """Return the address of a bundle's node and a port that is leased there until `shutdown()`.
 
-        Args:
-            pg_idx: index into `get_placement_groups()`.
-            bundle_idx: Ray's index of the bundle in that group.
+        The bundle is that with Ray's index `bundle_idx` in the group `get_placement_groups()[pg_idx]`.
 
         Raises:
             IndexError: there is no such group or bundle.
@@ -488,18 +472,9 @@ class RayVirtualCluster:
     def get_available_addresses_and_ports_batch(
         self, pg_bundle_pairs: Sequence[tuple[int, int]], batch_size: int = 256
     ) -> list[tuple[str, int]]:
-        """Lease a port for each of many bundles, all or none.
+        """Do the same for many bundles, all or none; return the address and the port of each, in order.
 
-        Args:
-            pg_bundle_pairs: `(pg_idx, bundle_idx)` as for `get_available_address_and_port`.
-            batch_size: accepted for programs written for NeMo RL, and ignored: there is one request for each node.
-
-        Returns:
-            The address and the port of each bundle, in order.
-
-        Raises:
-            IndexError: there is no such group or bundle.
-            PortUnavailableError: no port of `port_range` is free there.
+        There is one request for each node. `batch_size` is accepted for programs written for NeMo RL, and ignored.
         """
         return self._lease(find_bundles(self.slots(), self.get_placement_groups(), pg_bundle_pairs))
 
@@ -509,19 +484,16 @@ class RayVirtualCluster:
     def get_resource_usage(self) -> tuple[NodeUsage, ...]:
         """Return the memory of each physical node of the cluster that is alive, in physical order. Reserves.
 
-        With `monitor_memory` the peaks are those since it was reserved, or since the node's agent was replaced. Without
-        it they are those of this one sample. It takes one request per node.
+        With `monitor_memory` the peaks are those since this process began to sample the node; without it they are those
+        of this one sample.
         """
         node_ids, held = dict.fromkeys(slot.node_id for slot in self.slots()), self._holding.held
         return read_usage(list(node_ids), held.watcher if held else None)
 
     def groups(self) -> tuple[Any, ...]:
-        """Return the worker groups that this process runs on this cluster's slots, in the order of their creation.
+        """Return the worker groups that run on this cluster's slots, in the order of their creation. Reserves nothing.
 
-        The cluster does not keep them alive. Reserves nothing. A view returns the groups on its own slots.
-
-        Returns:
-            Each group that has not been shut down, once: the `group` that was passed to `claim_slots`.
+        These are the groups of this process that were passed to `claim_slots` and have not been shut down.
         """
         return tuple(groups_on(self._shown_slots()))
 
@@ -544,7 +516,7 @@ class RayVirtualCluster:
 
     def print_all_worker_groups(self, worker_groups: Any | None = None) -> None:
         """Print the grid with several groups, or with one. The default are all groups on this cluster."""
-        groups = groups_on(self._shown_slots()) if worker_groups is None else worker_groups
+        groups = self.groups() if worker_groups is None else worker_groups
         groups = list(groups) if isinstance(groups, Iterable) else [groups]
         counted = count_bundles(self._counts, self._accelerators)
         Console().print(self.grid(groups, title=f"Ray Cluster Global View: {counted}, Worker Groups: {len(groups)}"))
@@ -553,7 +525,7 @@ class RayVirtualCluster:
         """Release leased ports and placement groups, with everything that runs in them.
 
         Waits at most 30 s until Ray has the resources. Can be repeated, and is safe after Ray has ended. A view
-        releases nothing. A method of another thread that reserves, extends or repairs the cluster fails.
+        releases nothing. A method of another thread that changes the cluster fails.
 
         Raises:
             PlacementError: Ray did not have the resources back in time; or this is a signal handler in the middle of

@@ -15,14 +15,13 @@ import ray
 
 from ._nodes.background import run_in_thread
 from ._nodes.head import CLIENT_REMEDY, ask_head, refuse_client
-from ._ray_private import Raylet, cluster_file, connect_to_head, has_node_here, list_raylets
+from ._ray_private import Raylet, cluster_file, connect_to_head, list_raylets
 from .exceptions import HeadTimeoutError, PlacementError
 
 logger = logging.getLogger(__name__)
 # A head answers within milliseconds. A busy one gets this long.
 ATTACH_S = 15.0
-# A cluster that `init_ray` started has a resource of this name, followed by a hash of the session folder and one of
-# the visible devices.
+# A cluster that `init_ray` started has a resource whose name begins with this.
 TAG = "fairlead-local-"
 _TOKEN = (
     "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token) as on the cluster's head"
@@ -106,9 +105,9 @@ def attach_to(
 ) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
-    The options are further arguments of `ray.init`. The head has `timeout_s` to answer, and then a node of this machine
-    to appear; None is for `ATTACH_S`. With `private`, for commands, it may be the Ray of another program, and the token
-    of the user is taken for a cluster that was named too, as Ray does for a cluster that it finds.
+    The options are further arguments of `ray.init`. The head has `timeout_s` to answer; None is for `ATTACH_S`. With
+    `private`, for commands, it may be the Ray of another program, and the token of the user is taken for a cluster that
+    was named too, as Ray does for a cluster that it finds.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
     if (target := find_target(named, private=private)) is None:
@@ -118,13 +117,6 @@ def attach_to(
         # Without the token Ray's client would log that it is missing.
         find_token = private or not is_named
         run_in_thread(functools.partial(connect_to_head, address, find_token=find_token)).result(within_s)
-        if not run_in_thread(has_node_here, address, within_s).result(2 * within_s):
-            raise PlacementError(
-                f"The Ray cluster at {address}, which {reason}, answers, but this process sees none of its nodes on "
-                f"this machine within {within_s:g} s, and Ray attaches a process only to such a node. {CLIENT_REMEDY} "
-                f"Or start a node here with `ray start --address={address}`. A container beside that of a node needs "
-                "the same process namespace, and the session folder of Ray (/tmp/ray)."
-            )
         context = ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(
@@ -138,6 +130,13 @@ def attach_to(
             f'or pass address="local" to start a cluster of your own. If the cluster wants a token, set {_TOKEN}.'
         ) from error
     except (ConnectionError, ValueError, ray.exceptions.RpcError) as error:
+        if "No node info" in str(error.__context__):
+            raise PlacementError(
+                f"The Ray cluster at {address}, which {reason}, answers, but this process sees none of its nodes on "
+                f"this machine, and Ray attaches a process only to such a node. {CLIENT_REMEDY} Or start a node here "
+                f"with `ray start --address={address}`. A container beside that of a node needs the same process "
+                "namespace, and the session folder of Ray (/tmp/ray)."
+            ) from error
         # A token that is missing or wrong looks like this too, after Ray has tried for a while.
         raise PlacementError(
             f"Something answers at {address}, but Ray cannot attach to it: {error}. If it is a Ray cluster that wants "
@@ -172,7 +171,7 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
         is_mine, address = os.fstat(opened.fileno()).st_uid == os.getuid(), opened.read(300).strip()
         if is_mine and _split(address) and _answers(address):
             return Target(address, f"`ray start` announced in {file}")
-    started = _list_clusters(local_tag() if may_start else _session_tag())
+    started = _list_clusters(local_tag(of_devices=may_start))
     if started and (may_start or len(started) == 1):
         return Target(started[-1].address, f"init_ray started in process {started[-1].starter}")
     if may_start:
@@ -190,7 +189,8 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
 
 def _list_clusters(prefix: str) -> list[Raylet]:
     """Return a raylet of each cluster that answers and has a resource with a prefix, the oldest first."""
-    raylets = [raylet for raylet in list_raylets() if any(name.startswith(prefix) for name in raylet.resources)]
+    mine = [raylet for raylet in list_raylets() if raylet.user == os.getuid()]
+    raylets = [raylet for raylet in mine if any(name.startswith(prefix) for name in raylet.resources)]
     living = {raylet.address: raylet for raylet in raylets if _answers(raylet.address)}
     return sorted(living.values(), key=lambda raylet: raylet.started_at)
 
@@ -212,19 +212,15 @@ def _check_named(address: str, reason: str) -> Target:
     return Target(address, reason, True)
 
 
-def local_tag() -> str:
-    """Return the name of the resource that marks a cluster that `init_ray` starts in this process."""
-    return f"{_session_tag()}{_hash(os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))}"
+def local_tag(*, of_devices: bool = True) -> str:
+    """Return the name of the resource that marks a cluster that `init_ray` starts in this process.
 
-
-def _session_tag() -> str:
-    """Return the part of the tag that this user's clusters with the same session folder share."""
+    Its beginning is the same for all of this user with the same session folder, whatever their visible devices.
+    """
     file = cluster_file()
-    return f"{TAG}{_hash(f'{os.getuid()} {file and Path(file).parent.resolve()}')}-"
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    session = f"{os.getuid()} {file and Path(file).parent.resolve()}"
+    parts = [session, *([os.environ.get("CUDA_VISIBLE_DEVICES", "all")] if of_devices else [])]
+    return TAG + "".join(f"{hashlib.sha256(part.encode()).hexdigest()[:8]}-" for part in parts)
 
 
 def _split(address: str) -> tuple[str, int] | None:

@@ -15,7 +15,7 @@ _Value = TypeVar("_Value")
 
 Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
-Verdict = Literal["fits", "taken", "impossible", "not found", "reserved"]
+Verdict = Literal["fits", "taken", "impossible", "not found"]
 # Ray keeps amounts of resources in ten-thousandths.
 PRECISION = 10_000
 # Ray gives a node a resource of this name for the model of its accelerators, such as "accelerator_type:A100".
@@ -51,11 +51,6 @@ class Ask:
     strategy: Strategy = "STRICT_PACK"
     labels: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """Asks of one shape are interchangeable."""
-        return (self.count, tuple(sorted(self.bundle.items())), self.strategy, tuple(sorted(self.labels.items())))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -81,11 +76,6 @@ class ClusterConfig(TypedDict):
         master_port_range_low: the cluster's `port_range_low`.
         master_port_range_high: the cluster's `port_range_high`.
         segment_size: the cluster's `segment_size`.
-
-    >>> from fairlead_placement import RayVirtualCluster
-    >>> config: ClusterConfig = {"gpus_per_node": 8, "num_nodes": 2}
-    >>> RayVirtualCluster.from_config(config).world_size()
-    16
     """
 
     gpus_per_node: int
@@ -102,13 +92,8 @@ _CONDITION = re.compile(rf"(!?)(?:({_VALUE})|in\(({_VALUE}(?:, ?{_VALUE})*)\))")
 
 @lru_cache(maxsize=4096)
 def parse_condition(text: str) -> tuple[bool, frozenset[str]]:
-    """Return what a label must be: (True, values) for one of the values, (False, values) for none of them.
-
-    >>> parse_condition("!spot")
-    (False, frozenset({'spot'}))
-    """
-    # Two conditions that Ray accepts and then never matches differ here: a space after a comma is ignored, and "(a,b)"
-    # without "in" is refused.
+    """Return what a label must be: (True, values) for one of the values, (False, values) for none of them."""
+    # Ray accepts a space after a comma, and "(a,b)" without "in", and then never matches.
     if text == "":
         return True, frozenset([""])
     if (match := _CONDITION.fullmatch(text)) is None:
@@ -131,11 +116,7 @@ def check_selector(selector: Mapping[str, str]) -> None:
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Return whether a node with these labels may take a bundle with this selector. Ray 2.60 was tested to do the same.
-
-    >>> matches({"market": "!spot", "zone": "in(a,b)"}, {"zone": "b"})
-    True
-    """
+    """Return whether a node with these labels may take a bundle with this selector, as Ray 2.60 does."""
     for key, text in selector.items():
         wanted, values = parse_condition(text)
         if (labels.get(key) in values) != wanted:
@@ -144,11 +125,7 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 
 
 def group_pairs(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
-    """Return the values of each key, keys and values in the order of the pairs.
-
-    >>> group_pairs([("a", 1), ("b", 2), ("a", 3)])
-    {'a': [1, 3], 'b': [2]}
-    """
+    """Return the values of each key, keys and values in the order of the pairs."""
     grouped: dict[_Key, list[_Value]] = {}
     for key, value in pairs:
         grouped.setdefault(key, []).append(value)
@@ -156,11 +133,7 @@ def group_pairs(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]
 
 
 def count_bundles(bundle: Mapping[str, float], amounts: Mapping[str, float]) -> int:
-    """Return how many such bundles fit into amounts of resources, by Ray's precision; 0 for an empty bundle.
-
-    >>> count_bundles({"CPU": 1.0, "GPU": 0.1}, {"CPU": 16.0, "GPU": 1.0})
-    10
-    """
+    """Return how many such bundles fit into amounts of resources, by Ray's precision; 0 for an empty bundle."""
     units = {name: round(amount * PRECISION) for name, amount in bundle.items()}
     return min((round(amounts.get(name, 0) * PRECISION) // unit for name, unit in units.items() if unit), default=0)
 

@@ -5,14 +5,13 @@ import contextlib
 import json
 import math
 import os
-import reprlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -22,7 +21,6 @@ _never_connecting = threading.local()
 ALIVE_S = 5.0
 # How often a wait outside of Ray looks whether Ray is still there.
 LOOK_EVERY_S = 0.1
-_NODE_ID = b"--node_id="
 # What the use of a private part raises if a version of Ray lacks it.
 _MISSING = (ImportError, AttributeError, TypeError)
 
@@ -32,58 +30,28 @@ def free_per_node() -> Mapping[str, Mapping[str, float]] | None:
 
     Reason: `ray.available_resources()` is public but sums over the cluster, which does not show what fits where.
     Fallback: None. All nodes then look idle, and a request that others keep from being placed fails at its deadline.
-
-    Raises:
-        RayVersionError: Ray's answer has another shape. What fits where would be wrong.
     """
-    free: Any = None
     with contextlib.suppress(*_MISSING):
-        free = ray._private.state.available_resources_per_node()
-    if free is None:
-        return None
-    if not isinstance(free, Mapping) or not all(map(_is_amounts, free.values())):
-        _refuse("available_resources_per_node()", free)
-    return dict(free)
-
-
-def _is_amounts(row: Any) -> bool:
-    """Return whether a value gives an amount for each resource."""
-    return isinstance(row, Mapping) and all(isinstance(amount, (int, float)) for amount in row.values())
-
-
-def _refuse(part: str, answer: object) -> NoReturn:
-    """Raise the error for a private part of Ray that has another shape."""
-    from ._errors import RayVersionError  # this module is shipped by value, which the error is not
-
-    difference = f"{part} returned {reprlib.repr(answer)}"
-    raise RayVersionError("fairlead-placement", ray.__version__, (difference,))
+        return dict(ray._private.state.available_resources_per_node())
+    return None
 
 
 def drain_deadlines() -> dict[str, float]:
-    """Return the nodes that are draining: they end soon.
+    """Return when nodes that are draining end at the latest, by `time.time()`; infinity if Ray was not told.
 
     Reason: `ray.nodes()` lists them like any other node.
     Fallback: no node. A reservation on such a node then loses its slots when the node dies.
-
-    Returns:
-        The latest time of the end of each node, by `time.time()`, by id; infinity if Ray was not told of one.
-
-    Raises:
-        RayVersionError: Ray's answer has another shape. Nodes that end soon would get reservations.
     """
-    deadlines: Any = {}
     with contextlib.suppress(*_MISSING):
         deadlines = ray._private.state.state.get_draining_nodes()
-    if not _is_amounts(deadlines):
-        _refuse("get_draining_nodes()", deadlines)
-    return {node_id: at_ms / 1000 if at_ms else math.inf for node_id, at_ms in deadlines.items()}
+        return {node_id: at_ms / 1000 if at_ms else math.inf for node_id, at_ms in deadlines.items()}
+    return {}
 
 
 def connection() -> object | None:
-    """Return an object that identifies the Ray that this process is connected to; None if it is connected to none.
+    """Return an object that identifies the connection of this process to Ray; None without one, or with Ray Client.
 
-    Each `ray.init` makes another one, even for the same cluster: what the process held there before is gone. A process
-    of Ray Client has none, as no Ray of such a process is of use here.
+    Each `ray.init` makes another one, even for the same cluster: what the process held there before is gone.
 
     Reason: Ray's public ids of a connection are several calls, between which another thread may shut Ray down.
     Fallback: these ids.
@@ -106,54 +74,45 @@ def draining_nodes() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Raylet:
-    """A raylet of this user on this machine: its cluster's head, the process that started it, and when."""
+    """A raylet on this machine: its cluster's head, its node, the process that started it, when, and its user."""
 
     address: str
+    node_id: str
     starter: int
     started_at: float
+    user: int
     resources: frozenset[str]
 
 
 def list_raylets() -> list[Raylet]:
-    """Return the raylets of this user on this machine.
+    """Return the raylets on this machine whose processes this one sees by the same pids, and may read.
 
-    Reason: Ray reports only that a cluster runs, for all users, and what it is only to a process that joins it.
-    Fallback: a raylet whose arguments are not as expected is left out. `init_ray` then starts a cluster of its own.
+    One in a container of its own is left out, even if it shares the pids: its network or its files may be others.
+    Reason: no public function says which clusters and which nodes run here.
+    Fallback: a raylet whose arguments are not as expected is left out. `init_ray` then starts a cluster of its own, and
+    functions run on that node in tasks.
     """
     import psutil  # Ray brings it along
 
-    found = []
+    found: list[Raylet] = []
+    proc = Path("/proc")
+    if proc.exists() and os.readlink(proc / "self") != str(os.getpid()):  # it is of another namespace
+        return found
     for process in psutil.process_iter():
         # The process may exit, or belong to another user who hides it.
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.name() != "raylet" or process.uids().real != os.getuid():
+        with contextlib.suppress(psutil.Error, OSError, KeyError):
+            if process.name() != "raylet":
+                continue
+            spaces = [f"ns/{kind}" for kind in ("pid", "net", "mnt")] if proc.exists() else []
+            if any(os.readlink(proc / str(process.pid) / one) != os.readlink(proc / "self" / one) for one in spaces):
                 continue
             pairs = (argument.partition("=") for argument in process.cmdline())
             options = {name.lstrip("-"): value for name, _, value in pairs}
             # Alternately the names and the amounts.
-            resources = options.get("static_resource_list", "").split(",")[::2]
-            if address := options.get("gcs-address"):
-                found.append(Raylet(address, process.ppid(), process.create_time(), frozenset(resources)))
+            resources = frozenset(options.get("static_resource_list", "").split(",")[::2])
+            made = process.ppid(), process.create_time(), process.uids().real
+            found.append(Raylet(options["gcs-address"], options["node_id"], *made, resources))
     return found
-
-
-def find_nodes_here() -> frozenset[str]:
-    """Return the ids of the nodes whose processes this one sees by the same pids, and may read.
-
-    Reason: no public function says whether the pids of a node are those that this process sees.
-    Fallback: none is found, and functions run on these nodes in tasks.
-    """
-    found = set()
-    with contextlib.suppress(OSError):
-        if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace
-            return frozenset()
-        own = os.readlink("/proc/self/ns/pid")
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended, or belongs to someone else
-                if (path / "comm").read_bytes() == b"raylet\n" and os.readlink(path / "ns/pid") == own:
-                    arguments = (path / "cmdline").read_bytes().split(b"\0")
-                    found |= {one[len(_NODE_ID) :].decode() for one in arguments if one.startswith(_NODE_ID)}
-    return frozenset(found)
 
 
 def is_client() -> bool:
@@ -205,23 +164,6 @@ def connect_to_head(address: str, *, find_token: bool = False) -> None:
         GcsClient(address=address)
 
 
-def has_node_here(address: str, timeout_s: float) -> bool:
-    """Return whether a node of a cluster runs on this machine, where this process sees it; wait for it for some time.
-
-    Reason: `ray.init` needs one, waits for a minute, and then says only that it has failed to connect.
-    Fallback: True, and `ray.init` waits.
-    """
-    with contextlib.suppress(*_MISSING):
-        from ray._private.services import get_node_to_connect_for_driver
-        from ray._raylet import GcsClient  # type: ignore[attr-defined]
-
-        try:
-            get_node_to_connect_for_driver(GcsClient(address=address), timeout_seconds=timeout_s)
-        except RuntimeError as error:
-            return "No node info" not in str(error)
-    return True
-
-
 def autoscaler_is_there() -> bool:
     """Return whether an autoscaler that may add nodes has reported its state to Ray."""
     return infeasible_groups() is not None
@@ -230,10 +172,9 @@ def autoscaler_is_there() -> bool:
 def infeasible_groups() -> frozenset[str] | None:
     """Return the ids of the placement groups that an autoscaler cannot add nodes for; None if no autoscaler adds nodes.
 
-    With each head, `ray start` and `ray.init` start an autoscaler, which adds nothing if it has no configuration.
-    Version 1 then reports each node's type as "node_<id>". Version 2 reports no types, but launches nothing if the head
-    lacks the instance id that launchers give to nodes. If nodes have such ids and the autoscaler has no configuration,
-    as on KubeRay without autoscaling, it reports groups that the nodes have no room for.
+    Each head has an autoscaler, which adds nothing without a configuration. Version 1 then reports each node's type as
+    "node_<id>". Version 2 reports no types, but launches nothing if the head lacks the instance id that launchers give
+    to nodes. If nodes have such ids, as on KubeRay without autoscaling, it reports groups that have no room.
 
     Reason: nothing public shows what an autoscaler has reported. Version 1 does not report what is infeasible.
     Fallback: None, also before the first report. A request that the present nodes cannot hold is then refused at once.
@@ -269,6 +210,14 @@ class LiveActor:
     resources: Mapping[str, float]
 
 
+def actor_id_of(handle: Any) -> str:
+    """Return the id of an actor.
+
+    Reason: a handle has it in a private attribute only.
+    """
+    return str(handle._actor_id.hex())
+
+
 def live_actors() -> tuple[LiveActor, ...]:
     """Return every actor that is not dead.
 
@@ -295,10 +244,9 @@ def live_actors() -> tuple[LiveActor, ...]:
 
 
 def abandoned_groups() -> dict[str, str]:
-    """Return the placement groups that dead actors of this job, or the calling actor, have created: names by id.
+    """Return the groups that dead actors of this job, or earlier processes of the caller, have created: names by id.
 
-    If Ray has restarted the calling actor, an earlier process of it may have created them. Groups that an actor uses
-    are left out.
+    Groups that an actor uses are left out.
     Reason: Ray's public table does not list who has created a group.
     Fallback: no group. They hold their resources until the job ends.
     """
@@ -354,8 +302,7 @@ def never_connect() -> None:
     """Make Ray's functions fail on this thread once Ray has ended, instead of starting or joining a Ray.
 
     Reason: `ray.get` and the like connect to any cluster they find, or start one. After a `ray.shutdown()` on another
-    thread, a background thread would join a stranger's cluster. Ray's own switch for that applies to whole processes.
-    Several modules of Ray import the function that connects by name, and all of them read this one switch.
+    thread, a background thread would join a stranger's cluster. Ray's own switch applies to whole processes.
     Fallback: nothing is done. Each request to the head still checks the connection before it is sent.
     """
     _never_connecting.forbidden = True
@@ -382,12 +329,8 @@ def block_shutdown() -> Iterator[None]:
 def collect(requests: Mapping[_K, Callable[[], Any]], timeout_s: float) -> dict[_K, tuple[Any, Exception | None]]:
     """Send requests, and return each answer with its error, without a wait of Ray's, during which it may be shut down.
 
-    Args:
-        requests: each sends one, and returns the reference to its answer.
-        timeout_s: the seconds to wait; the error of a late answer is a `GetTimeoutError`.
-
-    Raises:
-        RaySystemError: Ray has been shut down.
+    Each request returns the reference to its answer. The error of one that is late is a `GetTimeoutError`. If Ray is
+    shut down, this raises a `RaySystemError`.
     """
     futures: dict[_K, Future[Any]] = {}  # which have the references
     until = time.monotonic() + timeout_s

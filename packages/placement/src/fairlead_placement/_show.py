@@ -3,12 +3,13 @@
 
 import io
 import itertools
+import operator
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
@@ -110,12 +111,10 @@ class ReservationReport:
         nodes: the nodes that were alive, in physical order.
         holders: the placement groups and actors that held resources on them.
         verdict: "fits"; "taken" (it would fit, but others hold what it needs); "impossible" (it does not fit even when
-            the nodes are idle); "not found"; or "reserved" (the cluster holds it already). "not found" means that no
-            arrangement was found even for idle nodes, which is no proof that there is none.
+            the nodes are idle); or "not found". The last means that no arrangement was found even for idle nodes, which
+            is no proof that there is none.
         plan: if it fits, the node ids on which `reserve` would place the bundles of each logical node; empty if the
-            strategy lets Ray choose the nodes. If it is reserved, the node ids of the slots of each logical node.
-        reserved_at: when it was reserved, in seconds since the epoch; None if it is not.
-        lost: if it is reserved, the ids of its nodes that are gone.
+            strategy lets Ray choose the nodes.
     """
 
     asks: tuple[Ask, ...]
@@ -123,35 +122,22 @@ class ReservationReport:
     holders: tuple[ResourceHolder, ...] = ()
     verdict: Verdict = "impossible"
     plan: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    reserved_at: float | None = None
-    lost: tuple[str, ...] = ()
 
     def __rich__(self) -> RenderableType:
         # Resources that were not requested do not explain why it does not fit.
         wanted = sorted({name for ask in self.asks for name in ask.bundle})
-        return Group(self._draw_request(), draw_nodes(self.nodes, self.holders, wanted), Text(self._summarize()))
+        return Group(self._draw_request(), draw_nodes(self.nodes, self.holders, wanted), Text(_VERDICTS[self.verdict]))
 
     def __str__(self) -> str:
         return as_text(self)
 
-    def _summarize(self) -> str:
-        if self.verdict in _VERDICTS:
-            return _VERDICTS[self.verdict]
-        nodes = [node_id for nodes in self.plan.values() for node_id in nodes]
-        since = "" if self.reserved_at is None else f" since {time.strftime('%F %T', time.localtime(self.reserved_at))}"
-        text = f"It is reserved{since}: {len(nodes)} slot(s) on {len(set(nodes))} node(s)."
-        if self.lost:
-            gone = ", ".join(node_id[:8] for node_id in self.lost)
-            text += f" Node(s) {gone} are gone: replace_lost_nodes() reserves their slots on other nodes."
-        return text
-
     def _draw_request(self) -> Table:
-        place = "reserved on" if self.verdict == "reserved" else "planned on"
-        columns = ["logical node", "bundles", "each", "strategy", *([place] if self.plan else [])]
+        columns = ["logical node", "bundles", "each", "strategy", *(["planned on"] if self.plan else [])]
         asked = Table(*columns, title="Asked", title_justify="left")
-        # A row for each run of neighbouring asks of one shape.
-        for _, run in itertools.groupby(enumerate(self.asks), lambda item: (item[1].shape, item[1].node_idx - item[0])):
-            asks = [ask for _, ask in run]
+        # A row for each run of neighbouring asks that are alike.
+        numbered = [(replace(ask, node_idx=0), ask.node_idx - at, ask) for at, ask in enumerate(self.asks)]
+        for _, run in itertools.groupby(numbered, operator.itemgetter(0, 1)):
+            asks = [ask for *_, ask in run]
             ask, first, last = asks[0], asks[0].node_idx, asks[-1].node_idx
             number = str(first) if first == last else f"{first} to {last}"
             labels = "".join(f"\non {key}: {condition}" for key, condition in ask.labels.items())
@@ -221,9 +207,6 @@ class Waiting(AbstractContextManager["Waiting"]):
 
     Args:
         doing: the current activity, as a participle ("Waiting for 2 slices").
-
-    >>> with Waiting("reserving") as waiting:
-    ...     waiting.show("for nodes", limit_s=60.0)
     """
 
     def __init__(self, doing: str) -> None:

@@ -25,10 +25,10 @@ COMMAND_MARK: str = "fairlead_command"
 
 
 def add_command(commands: Any, name: str, what: str, *, epilog: str, json: bool = True) -> argparse.ArgumentParser:
-    """Add a command that attaches to a cluster, and return its parser.
+    """Add a command that attaches to a cluster to the result of `add_subparsers`, and return its parser.
 
     Args:
-        commands: what `add_subparsers` returned.
+        commands: the commands.
         name: the name of the command.
         what: what it does, as a phrase that begins with a verb.
         epilog: the end of its help, with the exit statuses.
@@ -54,13 +54,8 @@ def add_command(commands: Any, name: str, what: str, *, epilog: str, json: bool 
 def run_command(command: Callable[[], int], *errors: type[Exception]) -> int:
     """Run the body of a command line, and return its exit status.
 
-    Args:
-        command: the body.
-        errors: classes of further errors that are printed without a traceback.
-
-    Returns:
-        The result of the command; 3 if it raised an error about the cluster, which is printed; 130 after Ctrl-C; 141 if
-        the reader of its output has closed the pipe.
+    That is the result of the body; 3 after an error about the cluster or one of `errors`, which is printed without a
+    traceback; 130 after Ctrl-C; 141 if the reader of the output has closed the pipe.
     """
     try:
         status = command()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of this package, one class per situation."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from ._errors import ErrorWithFields, PlacementError, RayVersionError
 from ._show import ReservationReport
 
 __all__ = [
@@ -15,6 +14,25 @@ __all__ = [
     "RayVersionError",
     "ResourceInsufficientError",
 ]
+
+
+class ErrorWithFields(Exception):
+    """Base of errors that are dataclasses: their fields are their arguments, so that a copy has all of them.
+
+    Defaults come from factories. A default that is an attribute of the class would hide the field's value in the error
+    that Ray makes of this one: it does not run `__init__`, and looks up only what the class does not have.
+    """
+
+    def __post_init__(self) -> None:
+        # An OSError, which a TimeoutError is, would keep only two of them, and take them for an errno and its text.
+        Exception.__init__(self, *(getattr(self, one.name) for one in fields(self)))  # type: ignore[arg-type]
+
+
+class PlacementError(ErrorWithFields):
+    """Base of the errors that this package raises after it has sent a request to Ray.
+
+    Misuse that can be detected before that is a ValueError or a TypeError instead.
+    """
 
 
 @dataclass(eq=False, repr=False)
@@ -87,4 +105,25 @@ class PortUnavailableError(PlacementError, RuntimeError):
             f"{self.high - self.low + 1} ports {self.leased} are leased by this job's agent and {self.in_use} "
             "are, or were a moment ago, bound by other processes. Release leases (shut groups and clusters down) or "
             "give a wider range (port_range_low, port_range_high)."
+        )
+
+
+@dataclass(eq=False, repr=False)
+class RayVersionError(PlacementError, RuntimeError):
+    """A private part of this version of Ray has another shape than Fairlead reads, so Fairlead does not use it.
+
+    Attributes:
+        package: the package that reads it.
+        version: the version of Ray.
+        differences: what differs, a sentence for each part.
+    """
+
+    package: str
+    version: str
+    differences: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.package} cannot read private parts of Ray {self.version}, and gives no result, which could be "
+            f"wrong: {'; '.join(self.differences)}. Use a version of {self.package} that was tested with this Ray."
         )

@@ -39,7 +39,6 @@ from ._ray_private import (
 )
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
-from ._reserve.groups import place_pinned
 from ._reserve.groups import remove as remove_placement_groups
 from ._reserve.slots import number_slots
 from ._show import Waiting
@@ -76,7 +75,6 @@ __all__ = [
     "head_deadline",
     "leave_agents",
     "number_slots",
-    "place_pinned",
     "publish",
     "read_board",
     "read_boards",

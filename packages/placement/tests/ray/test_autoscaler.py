@@ -5,8 +5,6 @@ Ray's `AutoscalingCluster` stops every Ray on the machine, so the autoscaler's o
 provider launches no nodes.
 """
 
-import os
-import signal
 import threading
 
 import pytest
@@ -158,22 +156,6 @@ def test_no_demand_outlives_a_failure(scaled, eventually):
     assert eventually(lambda: not scaled.demand())
     with pytest.raises(ResourceInsufficientError, match=r"cannot add nodes|Waited [3-9]\.\d s"):
         raise reservation.error
-
-
-@pytest.mark.nightly
-def test_no_demand_outlives_an_interrupt(scaled, eventually):
-    """Ctrl-C ends the wait of a reservation and withdraws its demand."""
-
-    def interrupt():
-        eventually(scaled.demand)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        RayVirtualCluster([50], use_gpus=False, reserve_timeout_s=600).reserve()
-    thread.join()
-    assert eventually(lambda: not scaled.demand())
 
 
 def test_a_node_is_idle_again(scaled, eventually):

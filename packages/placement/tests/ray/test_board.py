@@ -4,12 +4,8 @@
 import os
 import signal
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from fairlead_placement._nodes.agent import NAMESPACE, board_prefix
-from fairlead_placement._nodes.agent_process import NodeAgent
-from fairlead_placement.extension import await_published, find_boards, publish, read_board, read_boards, withdraw
+from fairlead_placement._nodes import agent as _agent
+from fairlead_placement.extension import await_published, find_boards, publish, read_boards, withdraw
 
 PUBLISHER = """
     import os, signal, time
@@ -87,20 +83,18 @@ def test_agent_that_dies(local_ray, agent_pids, eventually):
     assert eventually(lambda: agent_pids() == [])
 
 
-def test_two_agents_of_a_process(local_ray):
-    """An agent that has not quite ended, and the one in its place, are two boards, each with what it has."""
-    context = ray.get_runtime_context()
-    name = board_prefix(context.get_job_id(), context.get_worker_id()) + "old"
-    here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
-    old = ray.remote(num_cpus=0, concurrency_groups={"end": 1})(NodeAgent).options(
-        name=name, namespace=NAMESPACE, scheduling_strategy=here
-    )
-    handle = old.remote()
-    ray.get(handle.__ray_ready__.remote(), timeout=60)
-    publish("mine", 1, {"rank": 3})
-    assert await_published("mine", timeout_s=60)
-    boards = read_boards(find_boards(context.get_job_id(), context.get_worker_id()), "", timeout_s=60)
-    (board,) = [board for board, values in boards.items() if values == {"mine": {"rank": 3}}]
-    assert (len(boards), read_board(board, "mine", 0, timeout_s=60)) == (2, (1, {"rank": 3}))
-    withdraw("mine")
-    ray.kill(handle)
+def test_withdrawn_before_there_is_an_agent(local_ray, agent_pids, eventually, monkeypatch):
+    """An agent that is created for what was withdrawn since ends (seam: the creation of an agent)."""
+    create, created = _agent._create_actor, []
+
+    def withdraw_first(node_id):
+        withdraw("early")
+        created.append(node_id)
+        return create(node_id)
+
+    before = agent_pids()
+    with monkeypatch.context() as patch:
+        patch.setattr(_agent, "_create_actor", withdraw_first)
+        publish("early", 1, "value")
+    assert len(created) == 1
+    assert eventually(lambda: agent_pids() == before)

@@ -48,6 +48,7 @@ def test_explain(address):
     fits = run("explain", "2x1 GPU", "--address", address)
     assert (fits.returncode, fits.stderr) == (0, "")
     assert fits.stdout.endswith("It fits now.\n")
+    assert run("explain", "2x2cpu", "--address", address).returncode == 0
     too_large = run("explain", "3 GPU", "--address", address)
     assert too_large.returncode == 1
     assert "It does not fit on the present nodes, even when nothing else runs." in too_large.stdout

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reservations of particular GPUs, on one node with 4 pretended GPUs."""
 
-import asyncio
 import contextlib
 import os
 import re
@@ -14,7 +13,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
 from fairlead_placement._reserve import gpus
 
 
@@ -92,8 +91,8 @@ def test_a_list_for_each_logical_node(local):
         assert [slot.accelerator_ids for slot in cluster.slots()] == [("0",), ("2",), ("3",)]
         assert [slot.node_idx for slot in cluster.slots()] == [0, 2, 0]
         assert [slot.worker_resources for slot in cluster.slots()] == [{"CPU": 1.0, "GPU": 0.5}] * 3
-    with RayVirtualCluster([0, 2], gpu_ids=[[], [3, 2]]).reserve(unified=True) as cluster:
-        assert read_gpu_ids(cluster) == {1: [2, 3]}
+    with pytest.raises(ValueError, match="has gpu_ids, so each logical node has a placement group"):
+        RayVirtualCluster([0, 2], gpu_ids=[[], [3, 2]]).reserve(unified=True)
 
 
 def test_two_at_once(local):
@@ -164,35 +163,11 @@ def test_wrong_ids_are_not_kept(local, monkeypatch):
     assert len(checked) == 1
 
 
-def test_ids_that_do_not_come(local, monkeypatch):
-    """If the tasks do not finish, the error says so and what to do, and nothing stays reserved (seam: the task)."""
-    release = ray.remote(num_cpus=0)(Gate).remote()
-
-    def never():
-        ray.get(release.wait.remote())
-
-    def start_never(reserved, _):
-        strategy = PlacementGroupSchedulingStrategy(reserved[0].group, 0)
-        options = {"num_cpus": 0, "num_gpus": 1, "max_retries": 0, "scheduling_strategy": strategy}
-        return {(0, 0): ray.remote(never).options(**options).remote()}
-
-    monkeypatch.setattr("fairlead_placement._reserve.slots._report_ids", start_never)
-    monkeypatch.setattr("fairlead_placement._reserve.slots.LEAST_S", 0.2)
-    with pytest.raises(PlacementTimeoutError, match=r"1 tasks that .* within 0 s.*reserve_timeout_s"):
-        RayVirtualCluster([1], reserve_timeout_s=0).reserve()
-    ray.kill(release)
-
-
-class Gate:
-    async def wait(self):
-        await asyncio.Event().wait()
-
-
 @pytest.mark.parametrize(
     "seam",
     [
         "gpus.accelerator_ids",
-        "gpus.exchange",
+        "gpus.take_gpus",
         "gpus.place",
     ],
 )

@@ -14,8 +14,9 @@ from ray.util.placement_group import placement_group_table
 from fairlead_placement import HeadTimeoutError, PlacementError, PlacementTimeoutError, RayVirtualCluster, _cli
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as _head
+from fairlead_placement._reserve import groups
 from fairlead_placement._reserve import held as _held
-from fairlead_placement.extension import head_deadline, place_pinned
+from fairlead_placement.extension import head_deadline
 from fairlead_placement.testing import assert_no_leaks
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -37,27 +38,11 @@ def stop_head(stop_process):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", [{"use_gpus": False}, {"gpu_ids": [0]}], ids=["any", "gpu_ids"])
-def test_reserving(stop_head, monkeypatch, options):
-    """A reservation fails after its own time, and succeeds once the head answers."""
-    cluster = RayVirtualCluster([1], reserve_timeout_s=1.0, **options)
-    with stop_head():
-        began = time.monotonic()
-        with pytest.raises(HeadTimeoutError):
-            cluster.reserve()
-        assert time.monotonic() - began >= 1
-    monkeypatch.setattr(_head, "LEAST_S", 60.0)
-    with cluster:
-        assert len(cluster.slots()) == 1
-
-
-@pytest.mark.nightly
 def test_groups_that_are_created_too_late(stop_head, eventually):
     """A placement group that Ray creates after its reservation has failed is removed."""
-    node_id = ray.nodes()[0]["NodeID"]
     message = "a request to create placement groups"
     with stop_head(), pytest.raises(HeadTimeoutError, match=message), head_deadline(0.5):
-        place_pinned({"late": [(node_id, {"CPU": 1.0})]})
+        groups.create_groups([{"name": "late", "bundles": [{"CPU": 1.0}]}], deadline=0.0)
     assert eventually(lambda: all(row["state"] == "REMOVED" for row in placement_group_table().values()))
 
 

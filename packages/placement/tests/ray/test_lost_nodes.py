@@ -55,16 +55,12 @@ def test_a_lost_node_is_replaced(nodes, eventually):
             cluster.replace_lost_nodes(timeout_s=1)  # the cluster itself holds all that is left
         assert time.monotonic() - began >= 1
         assert cluster.slots() == before
-        report = cluster.explain()
-        assert (report.verdict, report.lost) == ("reserved", (gone,))
-        assert f"Node(s) {gone[:8]} are gone: replace_lost_nodes() reserves" in " ".join(str(report).split())
 
         late = nodes.add_node(num_cpus=4)
         with RayVirtualCluster([1], use_gpus=False, name="other"):  # the parked group does not delay it
             new = cluster.replace_lost_nodes()
         assert [slot.node_id for slot in new] == [late.node_id] * 2
         assert cluster.slots() == new + before[2:]
-        assert cluster.explain().lost == ()
         assert [(s.node_idx, s.node_rank, s.local_rank) for s in cluster.slots()] == [
             (0, 0, 0),
             (0, 0, 1),
@@ -96,24 +92,6 @@ def test_part_of_a_logical_node_is_replaced(nodes, eventually):
             assert (new.node_idx, new.node_rank, new.local_rank) == (before[1].node_idx, 1, 0)
             assert [where(slot) for slot in cluster.slots()] == [before[0].node_id, new.node_id]
             assert new.node_id != before[0].node_id
-
-
-@pytest.mark.nightly
-def test_a_lost_segment_is_replaced(nodes, eventually):
-    """A segment that has lost all its nodes gets nodes of one domain, even if another has a node before it."""
-
-    def add(domain):
-        return nodes.add_node(num_cpus=1, labels={"ray.io/gpu-domain": domain}).node_id
-
-    before = {add("b") for _ in range(2)}
-    with RayVirtualCluster([1, 1], use_gpus=False, segment_size=2) as cluster:
-        assert {slot.node_id for slot in cluster.slots()} == before
-        for node_id in before:
-            kill(nodes, node_id, eventually)
-        add("a")
-        after = {add("c") for _ in range(2)}
-        assert {slot.node_id for slot in cluster.replace_lost_nodes()} == after
-        assert {slot.node_id for slot in cluster.slots()} == after
 
 
 @pytest.mark.nightly
@@ -195,35 +173,3 @@ def test_nodes_that_join(nodes, monkeypatch, pauses, eventually, start_extension
         nodes.add_node(num_cpus=2)
         assert extension.wait() == (3,)
         assert len([r for r in placement_group_table().values() if r["state"] == "CREATED"]) == 4
-
-
-def test_a_unified_cluster_is_extended(nodes):
-    """A unified cluster gets a group on further nodes, and releases only whole groups."""
-    nodes.add_node(num_cpus=4)
-    with RayVirtualCluster([1, 1], use_gpus=False).reserve(unified=True) as cluster:
-        assert cluster.extend([1]) == (2,)
-        assert len({slot.node_id for slot in cluster.slots()}) == 3
-        assert len(cluster.get_placement_groups()) == 2
-        with pytest.raises(ResourceInsufficientError, match="each logical node on a physical node of its own"):
-            cluster.extend([1])
-        with pytest.raises(ValueError, match=r"logical nodes \[0, 1\] are in one placement group: release all of them"):
-            cluster.release_nodes([1, 2])
-        cluster.release_nodes([2])
-        cluster.release_nodes([0, 1])
-        assert cluster.slots() == ()
-
-
-def test_segments_are_added(joining):
-    """New logical nodes form segments of their own, each in one domain, and are released as segments."""
-    for name in "aabb":
-        joining.add_node(num_cpus=2, labels={"ray.io/gpu-domain": name})
-    with RayVirtualCluster([2, 2], use_gpus=False, segment_size=2) as cluster:
-        with pytest.raises(ValueError, match="1 logical nodes in use are not a multiple of segment_size=2"):
-            cluster.extend([2])
-        assert cluster.extend([2, 2]) == (2, 3)
-        labels = [slot.labels["ray.io/gpu-domain"] for slot in cluster.slots()]
-        assert labels == list("aaaabbbb")
-        with pytest.raises(ValueError, match=r"logical nodes \[2, 3\] are in one segment: release all of them or none"):
-            cluster.release_nodes([3])
-        cluster.release_nodes([0, 1])
-        assert [slot.labels["ray.io/gpu-domain"] for slot in cluster.slots()] == list("bbbb")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several nodes: the node of each logical node, their order, and nodes that join later."""
 
-import os
-import signal
 import threading
 import time
 
@@ -11,11 +9,9 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from fairlead_placement import (
-    PlacementTimeoutError,
     RayVirtualCluster,
     ResourceInsufficientError,
     lease_ports,
-    release_ports,
 )
 
 
@@ -87,7 +83,7 @@ def test_particular_gpus(ids, eventually):
                 (0, ids[1], ("0",)),
                 (0, ids[1], ("1",)),
             ]
-        with RayVirtualCluster([1, 1], gpu_ids=[[0], [0]]).reserve(unified=True) as cluster:
+        with RayVirtualCluster([1, 1], gpu_ids=[[0], [0]]) as cluster:
             assert [(s.node_id, s.accelerator_ids) for s in cluster.slots()] == [(ids[0], ("0",)), (ids[1], ("0",))]
         with RayVirtualCluster([1], gpu_ids=[1], name="second") as second:
             assert second.slots()[0].node_id == ids[1]
@@ -108,34 +104,6 @@ def test_ports_on_several_nodes(ids):
         assert len({(lease.address, lease.port) for lease in leases}) == 6
         for lease in leases:
             lease.release()
-
-
-@pytest.mark.nightly
-def test_ports_where_an_agent_hangs(ids, agent_pids, stop_process, eventually):
-    """An agent that does not answer delays no other agent, and holds nothing after it answers again."""
-    with RayVirtualCluster([2, 2, 2], use_gpus=False) as cluster:
-        leases = [lease for of_slot in lease_ports(cluster.slots()) for lease in of_slot]
-        (pid,) = agent_pids(ids[0])
-        with stop_process(pid):
-            with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'lease' within 2 s"):
-                lease_ports(cluster.slots(), timeout_s=2.0)
-            with pytest.raises(PlacementTimeoutError, match=f"{ids[0]} did not answer 'release' within 2 s"):
-                release_ports(leases, timeout_s=2.0)
-            assert eventually(lambda: agent_pids(*ids[1:]) == [])
-        assert eventually(lambda: agent_pids() == [])
-
-
-@pytest.mark.nightly
-def test_agents_that_die_again_and_again(ids, agent_pids, eventually):
-    """Each dead agent is replaced at once, however many have died before."""
-    pids = []
-    with RayVirtualCluster([1], use_gpus=False) as cluster:
-        for _ in range(4):
-            lease_ports(cluster.slots())
-            pids += agent_pids(cluster.slots()[0].node_id)
-            os.kill(pids[-1], signal.SIGKILL)
-            assert eventually(lambda: agent_pids() == [])
-    assert len(set(pids)) == 4
 
 
 def test_a_node_that_joins_later(cluster):

@@ -3,8 +3,6 @@
 
 import contextlib
 import os
-import shutil
-import subprocess
 import time
 import uuid
 
@@ -60,23 +58,10 @@ class Controller:
 
 
 def start_controller(port, **options):
-    """Return an actor that holds something, its id, its process, and the agent of it."""
+    """Return an actor that holds something, and its process."""
     controller = ray.remote(num_cpus=0)(Controller).options(namespace="controllers", name=f"at-{port}", **options)
     actor = controller.remote()
-    return actor, actor._actor_id.hex(), ray.get(actor.hold.remote(port), timeout=120)
-
-
-def describe(actor_id, pid, agents):
-    """Return where the process of an actor stands: its state by Ray, its process, its stack, and what else is left."""
-    rows = [row for row in live_actors() if row.actor_id == actor_id]
-    lines = [f"actor {actor_id}: {rows or 'dead by Ray'}", f"agents: {agents}", f"groups: {live_groups()}"]
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        lines.append(f"process {pid}: {process.status()} {process.cmdline()}, {process.num_threads()} threads")
-        if shutil.which("py-spy"):
-            dump = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=60)
-            lines.append(dump.stdout + dump.stderr)
-    return "\n".join(lines)
+    return actor, ray.get(actor.hold.remote(port), timeout=120)
 
 
 @pytest.fixture
@@ -110,7 +95,7 @@ def test_a_controller_that_ends(nodes, agent_pids, is_free, eventually, how):
         mine = agent_pids()
         assert len(mine) == 1
         port = LOW + 1
-        actor, actor_id, pid = start_controller(port)
+        actor, pid = start_controller(port)
         # The two owners of this job have an agent each, and do not meet.
         assert len(agent_pids()) == 2
         boards = read_boards(find_boards(), "", timeout_s=60).values()
@@ -118,10 +103,8 @@ def test_a_controller_that_ends(nodes, agent_pids, is_free, eventually, how):
         assert not is_free(port)
         ENDS[how](actor)
         del actor
-        is_over = eventually(lambda: is_free(port) and agent_pids() == mine, 60)
-        assert is_over, describe(actor_id, pid, agent_pids())
-        ended = eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 60)
-        assert ended, describe(actor_id, pid, agent_pids())
+        assert eventually(lambda: is_free(port) and agent_pids() == mine, 60), (live_actors(), agent_pids())
+        assert eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 60)
         assert not is_free(LOW)
         withdraw("mine")
     assert eventually(lambda: agent_pids() == [])

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import (
     PlacementError,
@@ -286,49 +285,3 @@ def test_torch(slots, run_script, use_libuv):
             print(server.get("key").decode(), server.port, server.libuvBackend)
             """)
         assert out == f"reached {lease.port} {use_libuv}\n"
-
-
-def test_many_leases_of_two_drivers(slots, start_script):
-    """64 leases by two drivers on one node at the same time, one by one and in eights, are 64 ports."""
-    source = f"""
-        import ray
-        from fairlead_placement import RayVirtualCluster, lease_ports
-        ray.init("{ray.get_runtime_context().gcs_address}", logging_level="error")
-        with RayVirtualCluster([1], use_gpus=False) as cluster:
-            slots = cluster.slots()
-            print("ready")
-            input()
-            held = [lease_ports(slots, count=count, low={LOW}, high={LOW + 70})[0] for count in [1] * 16 + [8, 8]]
-            print([lease.port for leases in held for lease in leases])
-            input()
-        """
-    drivers = [start_script(source) for _ in range(2)]
-    assert [driver.line() for driver in drivers] == ["ready", "ready"]
-    for driver in drivers:
-        driver.process.stdin.write("\n")
-        driver.process.stdin.flush()
-    ports = [port for driver in drivers for port in eval(driver.line())]
-    assert len(ports) == len(set(ports)) == 64
-    assert all(LOW <= port <= LOW + 70 for port in ports)
-    for driver in drivers:
-        driver.finish()
-
-
-def test_workers_survive_their_agent(slots, kill_agent):
-    """Workers keep their state and answer when the agent of their node dies."""
-
-    class Worker:
-        def __init__(self):
-            self.calls = 0
-
-        def call(self):
-            self.calls += 1
-            return self.calls
-
-    strategy = PlacementGroupSchedulingStrategy(slots[0].placement_group, slots[0].bundle_index)
-    worker = ray.remote(Worker).options(num_cpus=1, scheduling_strategy=strategy).remote()
-    with lease_ports(slots[:1], **RANGE)[0][0]:
-        assert ray.get(worker.call.remote()) == 1
-        kill_agent()
-        assert ray.get(worker.call.remote(), timeout=60) == 2
-    ray.kill(worker)

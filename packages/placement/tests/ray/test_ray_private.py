@@ -2,13 +2,16 @@
 """A running Ray that lacks the private parts that `_ray_private` wraps (seam: the attribute is removed)."""
 
 import os
+import shutil
+import subprocess
+import sys
 import time
 
 import pytest
 import ray
 
 from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
-from fairlead_placement._ray_private import find_nodes_here
+from fairlead_placement._ray_private import list_raylets
 from fairlead_placement.extension import read_nodes
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -26,12 +29,38 @@ def test_free_resources(monkeypatch):
 def test_nodes_here():
     """A node on this machine is found by its raylet, and none of which this process may not read the processes."""
     node = ray.nodes()[0]["NodeID"]
-    assert node in find_nodes_here()
+
+    def is_seen():
+        return node in {raylet.node_id for raylet in list_raylets()}
+
+    assert is_seen()
     if os.geteuid() == 0 and (child := os.fork()) == 0:
         os.setgid(65534)
         os.setuid(65534)
-        os._exit(node in find_nodes_here())
+        os._exit(is_seen())
     assert os.geteuid() or os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("space", ["--net", "--mount"])
+def test_nodes_of_other_containers(tmp_path, space):
+    """A raylet with another network or other files is not here, although its processes are seen."""
+    if os.geteuid() or shutil.which("unshare") is None:
+        pytest.skip("this process may not create namespaces")
+    program = tmp_path / "raylet"
+    program.symlink_to(sys.executable)
+    options = ["--gcs-address=192.0.2.1:6379", "--node_id=0123"]
+    command = [str(program), "-c", "import time; print('runs', flush=True); time.sleep(60)", *options]
+
+    def is_seen(*prefix):
+        with subprocess.Popen([*prefix, *command], stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout.readline() == b"runs\n"
+                return "0123" in {raylet.node_id for raylet in list_raylets()}
+            finally:
+                process.kill()
+
+    assert is_seen()
+    assert not is_seen("unshare", space)
 
 
 # The first lines of a job whose environment changes everything that a process inherits.

@@ -14,7 +14,6 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
-from fairlead_placement.extension import place_pinned, remove_placement_groups
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -318,17 +317,3 @@ def test_dropped(eventually, recwarn):
     assert len(groups_there()) == 1
     gc.collect()
     assert eventually(lambda: not groups_there())
-
-
-def test_groups_pinned_by_hand():
-    """Either all groups are placed, each bundle on its node, or none is left."""
-    node_id = ray.nodes()[0]["NodeID"]
-    asked = {"a": [(node_id, {"CPU": 2}), (node_id, {"CPU": 1})], "b": [(node_id, {"GPU": 1})]}
-    groups = place_pinned(asked)
-    placed = groups_there()
-    assert [placed[group.id.hex()]["name"][:2] for group in groups] == ["a-", "b-"]
-    assert [group.bundle_specs for group in groups] == [[{"CPU": 2}, {"CPU": 1}], [{"GPU": 1}]]
-    assert {at for row in placed.values() for at in row["bundles_to_node_id"].values()} == {node_id}
-    assert place_pinned({"c": [(node_id, {"CPU": 1})], "d": [("0" * 56, {"CPU": 1})]}) is None
-    assert groups_there().keys() == placed.keys()
-    assert remove_placement_groups(groups)

@@ -3,7 +3,6 @@
 
 import dataclasses
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -135,33 +134,6 @@ def test_monitoring(local_ray, agent_pids, eventually):
         assert later.memory_peak_bytes >= max(one.memory_used_bytes for one in seen)
         assert later.sampled_at > first.sampled_at
     assert eventually(lambda: agent_pids() == [])
-
-
-def test_two_clusters(local_ray, agent_pids, eventually):
-    """A cluster that stops watching a node does not stop another's samples; each has its own count."""
-    one = RayVirtualCluster([1], use_gpus=False, monitor_memory=True).reserve()
-    wait_for_samples(one, 1, eventually)
-    other = RayVirtualCluster([1], use_gpus=False, monitor_memory=True).reserve()
-    assert other.get_resource_usage()[0].samples < one.get_resource_usage()[0].samples
-    one.shutdown()
-    assert len(agent_pids()) == 1
-    wait_for_samples(other, 2, eventually)
-    other.shutdown()
-    assert eventually(lambda: agent_pids() == [])
-
-
-@pytest.mark.nightly
-def test_an_agent_that_dies(local_ray, agent_pids, eventually):
-    """When an agent has died, the next request creates a new one, which starts to sample from zero."""
-    with RayVirtualCluster([1], use_gpus=False, monitor_memory=True) as cluster:
-        assert eventually(lambda: cluster.get_resource_usage()[0].samples >= 4)
-        (before,) = cluster.get_resource_usage()
-        (pid,) = agent_pids()
-        os.kill(pid, signal.SIGKILL)
-        assert eventually(lambda: agent_pids() == [])
-        (after,) = cluster.get_resource_usage()
-        assert 1 <= after.samples < before.samples
-        assert len(agent_pids()) == 1
 
 
 def test_no_agent(local_ray, monkeypatch):

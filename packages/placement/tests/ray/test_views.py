@@ -2,7 +2,6 @@
 """Views of a reserved cluster, and reports on a reservation."""
 
 import gc
-import time
 
 import pytest
 import ray
@@ -156,24 +155,6 @@ class TestExplain:
             ray.kill(actor)
         assert eventually(lambda: ray.available_resources()["CPU"] == 16)
 
-    def test_reserved(self):
-        """The report of a reserved cluster says where and since when; that of a view is about its own slots."""
-        with RayVirtualCluster([10, 3], use_gpus=False, name="first") as cluster:
-            report = cluster.explain()
-            (node,) = report.nodes
-            assert (report.verdict, report.plan) == ("reserved", {0: (node.node_id,) * 10, 1: (node.node_id,) * 3})
-            assert [ask.count for ask in report.asks] == [10, 3]
-            assert report.lost == ()
-            assert abs(report.reserved_at - time.time()) < 600
-            since = time.strftime("%F %T", time.localtime(report.reserved_at))
-            assert str(report).endswith(f"It is reserved since {since}: 13 slot(s) on 1 node(s).")
-            assert "reserved on" in str(report)
-            assert {holder.name.rpartition("-")[0] for holder in report.holders} == {"first-0", "first-1"}
-            few = cluster.split([11, 2])[0].explain(unified=True)
-            assert (few.verdict, {at: len(nodes) for at, nodes in few.plan.items()}) == ("reserved", {0: 10, 1: 1})
-            assert [ask.count for ask in few.asks] == [10, 1]
-        assert cluster.explain().verdict == "fits"
-
     def test_impossible(self):
         """A request that does not fit idle nodes is impossible, also a unified group with too few physical nodes."""
         assert RayVirtualCluster([17], use_gpus=False).explain().verdict == "impossible"
@@ -193,7 +174,6 @@ class TestAdopted:
         assert [slot.node_idx for slot in cluster.slots()] == [0, 0, 1]
         assert [slot.worker_resources for slot in cluster.slots()] == [{"CPU": 1.0}] * 3
         assert [group.id for group in cluster.get_placement_groups()] == [group.id for group in groups]
-        assert cluster.explain().verdict == "reserved"
         assert cluster.get_master_address_and_port()[1] > 0
         for change in (lambda: cluster.extend([1]), lambda: cluster.release_nodes([0]), cluster.replace_lost_nodes):
             with pytest.raises(ValueError, match="does not own its placement groups"):

@@ -7,7 +7,7 @@ import re
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, RayVirtualCluster, lease_ports
+from fairlead_placement import PlacementError, PortLease, RayVirtualCluster, lease_ports
 
 
 def test_constructing_asks_nothing_of_ray(capsys):
@@ -132,6 +132,12 @@ def test_bad_leases(options, message):
         lease_ports([], **options)
 
 
+@pytest.mark.parametrize(("address", "shown"), [("10.0.0.1", "10.0.0.1:1400"), ("fd00::1", "[fd00::1]:1400")])
+def test_the_address_of_a_lease(address, shown):
+    """An IPv6 address is in brackets before its port."""
+    assert PortLease(address, 1400, "node", "id").host_port == shown
+
+
 def test_colocation():
     """`enable_colocation` means at least two groups; a larger number takes precedence."""
     assert RayVirtualCluster([1]).max_colocated_worker_groups == 1
@@ -199,7 +205,7 @@ def test_bad_extensions(arguments, options, message):
     [
         ({"gpu_ids": [[0], [1]]}, "a cluster with gpu_ids cannot be extended: reserve another one"),
         ({"node_resource_constraints": [{"a": 1}, {"b": 1}]}, "node_resource_constraints differ between logical nodes"),
-        ({"segment_size": 2}, "3 logical nodes in use are not a multiple of segment_size=2"),
+        ({"segment_size": 2}, "its size is fixed and it has no extend(): reserve another one"),
     ],
 )
 def test_clusters_that_cannot_be_extended(options, message):

@@ -125,8 +125,7 @@ def test_all_groups_of_a_cluster(monkeypatch, capsys):
     """The groups on a cluster are drawn until they release their slots; names are not parsed as markup."""
     cluster = RayVirtualCluster([1])
     slots = slots_of((0, 0))
-    held = Held(on=None, at=0.0, places=dict(enumerate(slots)), next_place=len(slots))
-    monkeypatch.setattr(cluster._holding, "held", held)
+    monkeypatch.setattr(cluster._holding, "held", Held(on=None, slots=slots))
     group = Group("<b>[red]bold</b>", (0, 0, ""))
     claim = claim_slots(slots, "g", group=group)
 

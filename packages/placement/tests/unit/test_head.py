@@ -14,7 +14,7 @@ from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._nodes.head import head_is_silent
-from fairlead_placement.extension import ask_head, head_deadline, run_in_thread
+from fairlead_placement.extension import Job, OneTimeEvent, ask_head, head_deadline, run_in_thread
 
 
 def call_within(timeout_s, function, *args, undo=None):
@@ -53,7 +53,7 @@ def test_interrupted(in_time, monkeypatch, eventually):
     monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def is_waiting():
-        return sys._current_frames()[threading.main_thread().ident].f_code is background.OneTimeEvent.wait.__code__
+        return sys._current_frames()[threading.main_thread().ident].f_code is OneTimeEvent.wait.__code__
 
     def interrupt():
         assert eventually(is_waiting)
@@ -68,22 +68,11 @@ def test_interrupted(in_time, monkeypatch, eventually):
     assert eventually(lambda: len(undone) == 1)
 
 
-def test_at_the_end_of_the_interpreter(monkeypatch):
-    """If no thread can be started any more, the function runs on the calling thread."""
-
-    def refuse(thread):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(background, "_pool", background._Pool())
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert call_within(20, threading.get_ident) == threading.get_ident()
-
-
 def test_deadlines(monkeypatch):
     """A request gets what is left of the earliest deadline, but at least some seconds (seam: whether Ray runs)."""
     given = []
     monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(background.Job, "result", lambda job, timeout_s, undo: given.append(timeout_s))
+    monkeypatch.setattr(Job, "result", lambda job, timeout_s, undo: given.append(timeout_s))
     ask_head("count", len, "ab", timeout_s=0.3)
     with head_deadline(1000):
         ask_head("count", len, "ab")
@@ -116,7 +105,7 @@ def test_requests_like_a_late_one(monkeypatch, eventually):
         with pytest.raises(HeadTimeoutError, match=r"a request to look; waited \d+\.\d s\."):
             ask(timeout_s=timeout_s)
     assert (sent, head_is_silent(), head_is_silent(60)) == (["look"], True, False)
-    monkeypatch.setattr(background.Job, "result", lambda job, timeout_s, undo: timeout_s)
+    monkeypatch.setattr(Job, "result", lambda job, timeout_s, undo: timeout_s)
     with head_deadline(0):
         assert ask_head("count", len, "ab") == 0
     monkeypatch.undo()
@@ -139,7 +128,7 @@ def test_a_function_that_is_over_is_forgotten():
 
 def test_no_request_on_another_ray(monkeypatch):
     """A request whose Ray has been shut down since it was made is not sent (seam: the connection)."""
-    here = iter(["one", "one", "two"])
+    here = iter(["one", "two"])
     monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(_head, "connection", lambda: next(here))
     with pytest.raises(PlacementError, match="Ray was shut down before a request was sent"):

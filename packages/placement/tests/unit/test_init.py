@@ -16,15 +16,11 @@ from fairlead_placement._ray_private import Raylet
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
-    """A machine on which nothing is announced and no raylet runs (seam: the processes). Return the list of raylets.
-
-    Each cluster has a node here.
-    """
+    """A machine on which nothing is announced and no raylet runs (seam: the processes). Return the list of raylets."""
     raylets = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr("fairlead_placement._init.list_raylets", lambda: list(raylets))
-    monkeypatch.setattr("fairlead_placement._init.has_node_here", lambda address, timeout_s: True)
     (tmp_path / "ray").mkdir()
     return raylets
 
@@ -49,7 +45,7 @@ def listening():
 
 
 def make_raylet(address, *resources, starter=77, started_at=1.0):
-    return Raylet(address, starter, started_at, frozenset(resources))
+    return Raylet(address, "node", starter, started_at, os.getuid(), frozenset(resources))
 
 
 @pytest.mark.parametrize("how", ["argument", "RAY_ADDRESS", "file", "process"])

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Label selectors match the nodes that Ray matches."""
 
-import itertools
 import re
 
 import pytest
-from hypothesis import strategies as st
 
-from fairlead_placement._model import check_selector, matches, parse_condition
+from fairlead_placement import RayVirtualCluster
+from fairlead_placement._model import matches
+
+
+def check_selector(selector):
+    RayVirtualCluster([1], label_selector=selector)
 
 
 # Each answer is the one that Ray 2.60 gave for a node with the label a = x and the label e with an empty value.
@@ -45,8 +48,6 @@ def test_matches(key, condition, expected):
 def test_bad_conditions(condition):
     """A condition that Ray refuses is refused, and so is "(x)", which Ray accepts and never matches."""
     message = f"a label selector must be 'v', '!v', 'in(a,b)' or '!in(a,b)', got {condition!r}"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        parse_condition(condition)
     with pytest.raises(ValueError, match=f"^label 'zone': {re.escape(message)}$"):
         check_selector({"zone": condition})
 
@@ -69,9 +70,3 @@ def test_no_strings(selector):
     """Keys and conditions are strings."""
     with pytest.raises(TypeError, match="maps label names to conditions, both strings, got"):
         check_selector(selector)
-
-
-# All values of up to three characters.
-values = st.sampled_from(
-    ["".join(value) for ends in ((), ("abc",), ("abc.-", "abc")) for value in itertools.product("abc", *ends)]
-)

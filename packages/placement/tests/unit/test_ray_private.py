@@ -11,9 +11,15 @@ import ray.util.client
 from ray._private import auto_init_hook
 from ray.core.generated import autoscaler_pb2, gcs_pb2  # noqa: F401
 
-from fairlead_placement import RayVersionError
 from fairlead_placement import _ray_private as private
-from fairlead_placement.extension import run_in_thread
+from fairlead_placement.extension import (
+    autoscaler_is_there,
+    collect,
+    connection,
+    drain_deadlines,
+    draining_nodes,
+    run_in_thread,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +35,6 @@ from fairlead_placement.extension import run_in_thread
         ("ray.util.client", "is_client", (), False),
         ("ray._private.utils.get_ray_address_file", "cluster_file", (), None),
         ("ray._raylet.GcsClient", "connect_to_head", ("127.0.0.1:1",), None),
-        ("ray._private.services.get_node_to_connect_for_driver", "has_node_here", ("127.0.0.1:1", 0.0), True),
     ],
 )
 def test_a_part_that_is_missing(monkeypatch, missing, function, arguments, fallback):
@@ -45,21 +50,8 @@ def test_drain_deadlines(monkeypatch):
     """Ray gives milliseconds, and 0 for a node without a deadline."""
     state = SimpleNamespace(get_draining_nodes=lambda: {"a": 1_500, "b": 0})
     monkeypatch.setattr(ray._private.state, "state", state)
-    assert private.drain_deadlines() == {"a": 1.5, "b": float("inf")}
-    assert private.draining_nodes() == {"a", "b"}
-
-
-@pytest.mark.parametrize("answer", [["a"], {"a": ["GPU"]}, {"a": {"GPU": "1"}}])
-def test_another_shape(monkeypatch, answer):
-    """An answer of another shape is refused with the version of Ray, and not taken for free resources or deadlines."""
-    monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: answer)
-    monkeypatch.setattr(ray._private.state, "state", SimpleNamespace(get_draining_nodes=lambda: answer))
-    for read, part in (
-        (private.free_per_node, "available_resources_per_node"),
-        (private.drain_deadlines, "get_draining_nodes"),
-    ):
-        with pytest.raises(RayVersionError, match=rf"Ray {ray.__version__}, and gives no result.* {part}\(\) returned"):
-            read()
+    assert drain_deadlines() == {"a": 1.5, "b": float("inf")}
+    assert draining_nodes() == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +76,7 @@ def test_what_autoscalers_report(monkeypatch, version, ids, types, infeasible):
     client = SimpleNamespace(get_cluster_status=status.SerializeToString, internal_kv_get=lambda key, namespace: report)
     monkeypatch.setattr(ray._private.worker, "global_worker", SimpleNamespace(gcs_client=client))
     assert private.infeasible_groups() == infeasible
-    assert private.autoscaler_is_there() is (infeasible is not None)
+    assert autoscaler_is_there() is (infeasible is not None)
 
 
 def test_raylets(monkeypatch):
@@ -97,20 +89,6 @@ def test_raylets(monkeypatch):
 
     monkeypatch.setattr(psutil, "process_iter", lambda: [Process()])
     assert private.list_raylets() == []
-
-
-def test_node_here(monkeypatch):
-    """A Ray without the search, or with another one, decides in `ray.init`; a request that fails says nothing."""
-    monkeypatch.setattr(ray._raylet, "GcsClient", lambda address: None)
-    reasons = ["No node info found", "Failed to get node info"]
-
-    def find(client, timeout_seconds):
-        raise RuntimeError(reasons.pop(0))
-
-    monkeypatch.setattr(ray._private.services, "get_node_to_connect_for_driver", find)
-    assert [private.has_node_here("127.0.0.1:1", 0.0) for _ in range(2)] == [False, True]
-    monkeypatch.setattr(ray._private.services, "get_node_to_connect_for_driver", lambda address: None)
-    assert private.has_node_here("127.0.0.1:1", 0.0)
 
 
 def test_visible_gpus(monkeypatch):
@@ -157,14 +135,14 @@ def test_without_a_lock_of_ray(monkeypatch):
 def test_collect_without_ray():
     """Without Ray no request is sent."""
     with pytest.raises(ray.exceptions.RaySystemError, match="Ray has been shut down"):
-        private.collect({"a": lambda: pytest.fail("a request was sent")}, 1.0)
+        collect({"a": lambda: pytest.fail("a request was sent")}, 1.0)
 
 
 def test_connection(monkeypatch):
     """Without Ray's object for a connection, its public ids identify it."""
     here = SimpleNamespace(get_session_name=lambda: "session", get_worker_id=lambda: "worker")
-    assert private.connection() is None
+    assert connection() is None
     monkeypatch.setattr(ray._private.worker, "global_worker", SimpleNamespace(connected=True))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
     monkeypatch.delattr(ray._private.worker, "_global_node")
-    assert private.connection() == ("session", "worker")
+    assert connection() == ("session", "worker")

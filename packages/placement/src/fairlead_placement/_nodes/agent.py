@@ -11,7 +11,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,15 +18,15 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._model import group_pairs
-from .._ray_private import block_shutdown, collect, connection, create_actor
+from .._ray_private import actor_id_of, block_shutdown, collect, connection, create_actor
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process, meters
-from .background import OneTimeEvent, run_each, run_in_thread
+from .background import OneTimeEvent, run_in_thread
+from .functions import explain_failure
 from .head import ask_head, head_deadline, refuse_client
 
 _T = TypeVar("_T")
-# What is called when an agent dies, on a background thread: the node, the names that the agent held for this function,
-# and why it died.
+# Called on a background thread when an agent dies, with its node, the names that it held for this function, and why.
 OnLoss = Callable[[str, Sequence[str], str], object]
 logger = logging.getLogger(__name__)
 
@@ -42,8 +41,6 @@ _GONE = (*_DEAD, ray.exceptions.ActorUnavailableError)
 PAUSES_S = (0.05, 1.0)
 # For an agent, whose process may have to start.
 ANSWER_S = 60.0
-# How many agents are created at a time: Ray's head registers each by a request of its own.
-CREATED_AT_ONCE = 16
 # fairlead-placement need not be installed on the nodes.
 for _module in (agent_process, meters):
     ray.cloudpickle.register_pickle_by_value(_module)
@@ -56,7 +53,7 @@ class _Agent:
     node_id: str
     on: object | None  # the connection to Ray
     handle: Any = None
-    end: Future[Any] | None = None  # of a request that ends with the agent
+    end: Any = None  # of a request that ends with the agent
     error: Exception | None = None  # with which its creation failed
     created: OneTimeEvent = field(default_factory=OneTimeEvent)  # or failed
     holds: dict[str, OnLoss | None] = field(default_factory=dict)
@@ -93,33 +90,34 @@ def ask_agents(
         arguments: its arguments, by node id. An agent that is missing is created.
         names: what the agents hold for this request, by node id. They live until all of it is released.
         timeout_s: seconds that all of it may take.
-        on_loss: called if an agent dies that holds it.
+        on_loss: called if an agent dies that holds some of the names.
         repeat: whether the request is sent to another agent if one dies before it has answered.
     """
     deadline, pause = time.monotonic() + timeout_s, PAUSES_S[0]
     answers: dict[str, Any] = {}
     left = list(arguments)
-    while True:
+    while left:
         try:
             with head_deadline(max(0.0, deadline - time.monotonic())):
                 agents = _get_agents({node_id: names[node_id] for node_id in left}, deadline)
             found = _send(method, agents, arguments, deadline)
         except (PlacementError, ray.exceptions.RayError) as error:
             return answers | dict.fromkeys(left, error)
-        again = []
-        for node_id, (answer, failure) in found.items():
-            if failure is None and not _confirm(agents[node_id], names[node_id], on_loss):
-                failure = ray.exceptions.ActorDiedError()
-            answers[node_id] = answer if failure is None else _explain(node_id, method, timeout_s, failure)
-            is_gone = isinstance(failure, _GONE) and not isinstance(failure, ray.exceptions.RayTaskError)
-            # A name that was released in the meantime is not held again.
-            if is_gone and agents[node_id].holds.keys() >= {*names[node_id]}:
-                again.append(node_id)
-        left = again if repeat and time.monotonic() < deadline else []
-        if not left:
-            return answers
-        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-        pause = min(2 * pause, PAUSES_S[1])
+        for node_id, (_, failure) in found.items():
+            if failure is None and not _note(agents[node_id], names[node_id], on_loss):
+                found[node_id] = None, ray.exceptions.ActorDiedError()
+        answers |= _explain_all(method, timeout_s, found)
+        is_over = not repeat or time.monotonic() >= deadline
+        # A name that was released in the meantime is not held again.
+        left = [
+            node_id
+            for node_id, (_, failure) in found.items()
+            if not is_over and _is_own(failure, _GONE) and agents[node_id].holds.keys() >= {*names[node_id]}
+        ]
+        if left:
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(2 * pause, PAUSES_S[1])
+    return answers
 
 
 def send_to_agents(
@@ -127,20 +125,16 @@ def send_to_agents(
 ) -> None:
     """Send the same without waiting for the answers, within `head_deadline`."""
     agents = _get_agents(names, time.monotonic() + ANSWER_S)
-    _send(method, agents, arguments, time.monotonic())
     for node_id, agent in agents.items():
-        _confirm(agent, names[node_id], on_loss)
+        _note(agent, names[node_id], on_loss)
+    _send(method, agents, arguments, time.monotonic())
 
 
 def ask_present(method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> dict[str, Any]:
     """Send a request to those agents of some nodes that this process has; return their answers as `ask_agents` does."""
-    deadline = time.monotonic() + timeout_s
     agents = _present(arguments)
-    found = _send(method, agents, arguments, deadline) if agents else {}
-    return {
-        node_id: answer if error is None else _explain(node_id, method, timeout_s, error)
-        for node_id, (answer, error) in found.items()
-    }
+    found = _send(method, agents, arguments, time.monotonic() + timeout_s) if agents else {}
+    return _explain_all(method, timeout_s, found)
 
 
 def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> dict[str, Exception]:
@@ -158,8 +152,8 @@ def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> dict[s
             holding = {node_id: _agents[node_id] for node_id in names if node_id in _agents}  # also while it is created
         for node_id, agent in holding.items():
             _leave(agent, names[node_id])
-    late = {node_id: one for node_id, one in answers.items() if isinstance(one, Exception)}
-    return {node_id: one for node_id, one in late.items() if not isinstance(one.__cause__, _DEAD)}
+    late = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception)}
+    return {node_id: error for node_id, error in late.items() if not isinstance(error.__cause__, _DEAD)}
 
 
 def call_in_agents(
@@ -182,22 +176,9 @@ def call_in_agents(
     Returns:
         By node id, what the function returned there, or the exception with which it failed.
     """
-    return ask_agents(
-        "call",
-        _with_code(function, arguments),
-        dict.fromkeys(arguments, (name,)),
-        timeout_s=timeout_s,
-        on_loss=None if on_loss is None else _OnNode(on_loss),
-        repeat=False,
-    )
-
-
-@dataclass(frozen=True)
-class _OnNode:
-    on_loss: Callable[[str], object]
-
-    def __call__(self, node_id: str, names: Sequence[str], why: str) -> None:
-        self.on_loss(node_id)
+    requests, names = _with_code(function, arguments), dict.fromkeys(arguments, (name,))
+    report = None if on_loss is None else lambda node_id, *_: on_loss(node_id)
+    return ask_agents("call", requests, names, timeout_s=timeout_s, on_loss=report, repeat=False)
 
 
 def call_in_present_agents(
@@ -226,7 +207,8 @@ def nodes_with(name: str | None = None) -> list[str]:
 def used_agents() -> set[str]:
     """Return the actor ids of the agents that hold something for this process."""
     with _lock:
-        return {agent.handle._actor_id.hex() for agent in _agents.values() if agent.handle is not None and agent.holds}
+        handles = [agent.handle for agent in _agents.values() if agent.handle is not None and agent.holds]
+    return {actor_id_of(handle) for handle in handles}
 
 
 def _present(node_ids: Iterable[str]) -> dict[str, _Agent]:
@@ -246,13 +228,11 @@ def _get_agents(names: Mapping[str, Collection[str]], deadline: float) -> dict[s
     with _lock:
         for node_id in [node_id for node_id, agent in _agents.items() if agent.on is not here]:
             del _agents[node_id]  # it ended with its connection
-        for node_id, its in names.items():
-            agent = _agents.get(node_id)
-            if agent is None:
+        for node_id, held in names.items():
+            if (agent := _agents.get(node_id)) is None:
                 agent = _agents[node_id] = _Agent(node_id, here)
                 missing.append(agent)
-            for name in its:
-                agent.holds.setdefault(name, None)
+            agent.holds = dict.fromkeys(held) | agent.holds
             agents[node_id] = agent
     if missing:
         _create(missing)
@@ -269,7 +249,7 @@ def _create(agents: Sequence[_Agent]) -> None:
     others = f" and of {len(agents) - 1} more" if agents[1:] else ""
     request = f"start the agent of node {agents[0].node_id[:8]}{others}"
     try:
-        handles = ask_head(request, _create_actors, [agent.node_id for agent in agents], undo=_kill)
+        handles = ask_head(request, lambda: [_create_actor(agent.node_id) for agent in agents], undo=_kill)
         for agent, handle in zip(agents, handles, strict=True):
             agent.handle = handle
             _watch(agent)
@@ -288,13 +268,6 @@ def _create(agents: Sequence[_Agent]) -> None:
             agent.created.set()
 
 
-def _create_actors(node_ids: Sequence[str]) -> list[Any]:
-    """Create agents, on this thread and others, none of which keeps the process alive if the head is silent."""
-    first, *others = node_ids
-    made = run_each(_create_actor, others, CREATED_AT_ONCE - 1)
-    return [_create_actor(first), *(one.result() for one in made)]
-
-
 def _create_actor(node_id: str) -> Any:
     options: dict[str, Any] = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
     context = ray.get_runtime_context()
@@ -307,26 +280,27 @@ def _create_actor(node_id: str) -> Any:
 
 def _kill(handles: list[Any]) -> None:
     with block_shutdown():
-        for handle in handles if ray.is_initialized() else ():
-            ray.kill(handle)
-        handles.clear()
+        while handles:
+            if connection() is not None:
+                ray.kill(handles[-1])
+            handles.pop()
 
 
 def _watch(agent: _Agent) -> None:
     """Have a request wait at an agent for its end."""
+
+    def notice(ended: Any) -> None:
+        error = ended.exception()
+        if isinstance(error, ray.exceptions.ActorUnavailableError) and agent.handle is not None:
+            time.sleep(PAUSES_S[1])
+            _watch(agent)
+        elif agent.on is connection():
+            _lose(agent, str(error))
+
     with block_shutdown():
         if agent.on is connection():
             agent.end = agent.handle.wait_for_end.remote().future()
-            agent.end.add_done_callback(functools.partial(run_in_thread, _notice, agent))
-
-
-def _notice(agent: _Agent, ended: Future[Any]) -> None:
-    error = ended.exception()
-    if isinstance(error, ray.exceptions.ActorUnavailableError) and agent.handle is not None:
-        time.sleep(PAUSES_S[1])
-        _watch(agent)
-    elif agent.on is connection():
-        _lose(agent, str(error))
+            agent.end.add_done_callback(functools.partial(run_in_thread, notice))
 
 
 def _lose(agent: _Agent, why: str) -> None:
@@ -344,6 +318,14 @@ def _lose(agent: _Agent, why: str) -> None:
             logger.exception("Cannot restore what the agent of node %s held", agent.node_id[:8])
 
 
+def _note(agent: _Agent, names: Collection[str], on_loss: OnLoss | None) -> bool:
+    """Note whom to call if an agent dies that holds names, unless they are released; return False if it has died."""
+    with _lock:
+        held = [name for name in names if name in agent.holds]
+        agent.holds.update(dict.fromkeys(held, on_loss))
+        return not held or _agents.get(agent.node_id) is agent
+
+
 def _leave(agent: _Agent, names: Collection[str]) -> None:
     """Note that an agent does not hold names any more, and end it, once it is created, if it holds nothing else."""
     with _lock:
@@ -352,55 +334,41 @@ def _leave(agent: _Agent, names: Collection[str]) -> None:
         if agent.holds or _agents.get(agent.node_id) is not agent or agent.handle is None:
             return
         del _agents[agent.node_id]
-        handle, agent.handle = agent.handle, None
-    with block_shutdown():
-        if agent.on is connection():
-            ray.kill(handle)
-        del handle
-
-
-def _confirm(agent: _Agent, names: Collection[str], on_loss: OnLoss | None) -> bool:
-    """Note whom to call if an agent dies; return False if it has died. Names may have been released since."""
-    with _lock:
-        released = [name for name in names if name not in agent.holds]
-        agent.holds.update((name, on_loss) for name in names if name in agent.holds)
-        is_present = _agents.get(agent.node_id) is agent
-    if released:
-        release({agent.node_id: released}, timeout_s=0.0)
-    return is_present or bool(released)
+        handles, agent.handle = [agent.handle], None
+    if agent.on is connection():
+        _kill(handles)
 
 
 def _send(
     method: str, agents: Mapping[str, _Agent], arguments: Mapping[str, Sequence[Any]], deadline: float
 ) -> dict[str, tuple[Any, Exception | None]]:
-    handles = {node_id: agent.handle for node_id, agent in agents.items()}
-    gone = [node_id for node_id, handle in handles.items() if handle is None]
+    # A handle goes when another thread releases the last of what the agent holds.
+    handles = {node_id: handle for node_id, agent in agents.items() if (handle := agent.handle) is not None}
     sends = {
         node_id: functools.partial(getattr(handle, method).remote, *arguments[node_id])
         for node_id, handle in handles.items()
-        if handle is not None
     }
-    found: dict[str, Any] = collect(sends, max(0.0, deadline - time.monotonic()))
-    found |= dict.fromkeys(gone, (None, ray.exceptions.ActorDiedError()))
+    found: dict[str, Any] = dict.fromkeys(agents.keys() - handles, (None, ray.exceptions.ActorDiedError()))
+    found |= collect(sends, max(0.0, deadline - time.monotonic()))
     for node_id, (_, error) in found.items():
-        if isinstance(error, _DEAD) and not isinstance(error, ray.exceptions.RayTaskError):
+        if _is_own(error, _DEAD):
             _lose(agents[node_id], str(error))
     return found
 
 
-def _explain(node_id: str, method: str, limit_s: float, cause: Exception) -> Exception:
-    # A function's own error is a RayTaskError, whatever its class.
-    if isinstance(cause, ray.exceptions.RayTaskError) or not isinstance(cause, ray.exceptions.RayError):
-        return cause
-    if isinstance(cause, ray.exceptions.GetTimeoutError):
-        error: PlacementError = PlacementTimeoutError(
+def _is_own(error: Exception | None, kinds: tuple[type[Exception], ...]) -> bool:
+    """Return whether an error is Ray's own, of some kinds. That of a function is a RayTaskError, whatever its class."""
+    return isinstance(error, kinds) and not isinstance(error, ray.exceptions.RayTaskError)
+
+
+def _explain_all(method: str, limit_s: float, found: Mapping[str, tuple[Any, Exception | None]]) -> dict[str, Any]:
+    """Return by node id the answer, or the error that says what to do."""
+    answers: dict[str, Any] = {}
+    for node_id, (answer, error) in found.items():
+        late = (
             f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. "
             "Its process may be starting on a very busy node: try again, or look at the node."
         )
-    else:
-        error = PlacementError(
-            f"The agent of node {node_id} could not do {method!r}: {cause}. If the node is gone, "
-            "`replace_lost_nodes()` of its cluster reserves others."
-        )
-    error.__cause__ = cause
-    return error
+        failed = f"The agent of node {node_id} could not do {method!r}"
+        answers[node_id] = answer if error is None else explain_failure(error, late, failed)
+    return answers

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from .meters import Gpus, Peaks, Row, read_memory
+from .meters import Gpus, Peaks, read_memory
 
 
 class NodeAgent:
@@ -27,9 +27,10 @@ class NodeAgent:
 
     def __init__(self) -> None:
         self._gpus = Gpus()
-        # By name: a leased port; the samples of a watcher; the version and the value of a publication.
+        # By name: a leased port; the version and the value of a publication. The names of watchers.
         self._held: dict[str, tuple[int, socket.socket]] = {}
-        self._watches: dict[str, Peaks] = {}
+        self._watchers: set[str] = set()
+        self._peaks = Peaks()
         self._published: dict[str, tuple[int, Any]] = {}
         self._sampler: threading.Thread | None = None
         # Where the next search starts. It moves on, so that a released port is not used again at once: late connections
@@ -44,7 +45,7 @@ class NodeAgent:
     def release(self, names: list[str]) -> None:
         """Release leases, watchers and publications. A name that is not held is not an error, so it can be repeated."""
         for name in names:
-            self._watches.pop(name, None)
+            self._watchers.discard(name)
             self._published.pop(name, None)
             if name in self._held:
                 self._held.pop(name)[1].close()
@@ -52,10 +53,10 @@ class NodeAgent:
     def lease(self, lease_ids: list[str], low: int, high: int) -> tuple[list[int], int, int]:
         """Hold a port in low..high for each id, or none; then return how many this agent and others hold there.
 
-        The owner chooses the ids, so that it can release a lease whose answer was lost.
+        The owner chooses the ids, so that it can release a lease whose answer was lost, or request it again.
         """
         if all(one in self._held for one in lease_ids):
-            return [self._held[one][0] for one in lease_ids], 0, 0  # requested again, because the answer was lost
+            return [self._held[one][0] for one in lease_ids], 0, 0
         size = high - low + 1
         start = (self._next - low) % size
         mine = {port for port, _ in self._held.values()}
@@ -97,23 +98,21 @@ class NodeAgent:
     def memory(self, watcher: str) -> tuple[Any, ...]:
         """Return a sample of the node's memory, as a row of `Peaks`, and the time.
 
-        Further samples are taken for the watcher once a second, until it is released.
+        Further samples are taken once a second, until all watchers are released.
         """
-        peaks = self._watches.setdefault(watcher, Peaks())
+        if not self._watchers:
+            self._peaks = Peaks()
+        self._watchers.add(watcher)
         if self._sampler is None or not self._sampler.is_alive():
             self._sampler = threading.Thread(target=self._keep_sampling, name="fairlead-memory", daemon=True)
             self._sampler.start()
-        return (*self._sample([peaks]), time.time())
-
-    def _sample(self, watches: list[Peaks]) -> Row:
-        sample = read_memory(self._gpus)
-        return [peaks.add(*sample) for peaks in watches][-1]
+        return (*self._peaks.add(*read_memory(self._gpus)), time.time())
 
     def _keep_sampling(self) -> None:
         time.sleep(1.0)
-        while watches := [*self._watches.values()]:
+        while self._watchers:
             with contextlib.suppress(OSError):  # too many open files
-                self._sample(watches)
+                self._peaks.add(*read_memory(self._gpus))
             time.sleep(1.0)
 
     def call(self, code: bytes, *args: Any) -> Any:

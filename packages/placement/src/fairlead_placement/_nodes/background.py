@@ -21,8 +21,6 @@ _Item = TypeVar("_Item")
 IO = "fairlead-io"
 # A thread that has nothing to do waits for the next function, unless so many do. A request is quicker than its start.
 IDLE_KEPT = 4
-# How often a wait for a function looks whether it should end.
-CHECK_S = 1.0
 # A signal such as Ctrl-C is handled within this time.
 SIGNAL_S = 0.5
 
@@ -73,33 +71,22 @@ class Job(Generic[_T]):
     future: Future[_T] = field(default_factory=Future)
     over: OneTimeEvent = field(default_factory=OneTimeEvent)
 
-    def result(
-        self,
-        timeout_s: float,
-        undo: Callable[[_T], object] | None = None,
-        *,
-        check: Callable[[], object] | None = None,
-    ) -> _T:
+    def result(self, timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:
         """Wait for the function, and return what it returns.
 
         Args:
             timeout_s: the seconds to wait.
             undo: reverts what the function did if it returns after this call has ended. After an interrupt this call
                 waits for the function as long as it would have.
-            check: is called every `CHECK_S` seconds during the wait, and raises if that should end.
 
         Raises:
             TimeoutError: the function did not return in time. It continues in the background.
-            Exception: any exception of the function, or of `check`.
+            Exception: any exception of the function.
         """
         ends = time.monotonic() + timeout_s
-        longest_s = math.inf if check is None else CHECK_S
         try:
-            while not self.over.wait(max(0.0, min(longest_s, ends - time.monotonic()))):
-                if time.monotonic() >= ends:
-                    raise TimeoutError(f"no answer within {timeout_s:g} s")
-                if check is not None:
-                    check()
+            if not self.over.wait(timeout_s):
+                raise TimeoutError(f"no answer within {timeout_s:g} s")
         except BaseException as error:
             if undo is not None:
                 self.future.add_done_callback(lambda future: future.exception() or undo(future.result()))
@@ -166,7 +153,10 @@ def _serve() -> None:
     is_kept = True
     while is_kept:
         me.name, job, function, args = _pool.work.get()
-        _call(job.future, function, *args)
+        try:
+            job.future.set_result(function(*args))
+        except BaseException as error:  # noqa: BLE001  whoever waits raises it
+            job.future.set_exception(error)
         me.name, over = IO, job.over
         del job, function, args
         if is_kept := _pool.idle.qsize() < IDLE_KEPT:
@@ -182,22 +172,16 @@ def _call(future: Future[_T], function: Callable[..., _T], *args: Any) -> None:
 
 
 def run_each(function: Callable[[_Item], _T], items: Sequence[_Item], at_once: int) -> list[Future[_T]]:
-    """Call a function with each item, on so many threads that never start a Ray, in the context of the caller.
-
-    Args:
-        function: the function.
-        items: the items, which it gets in this order.
-        at_once: the number of threads.
+    """Call a function with each item, in their order, on so many threads, in the context of the caller.
 
     Returns:
         The future of each result. A call that has not begun can be cancelled.
     """
     futures: list[Future[_T]] = [Future() for _ in items]
-    calls = [(future, contextvars.copy_context(), item) for future, item in zip(futures, items, strict=True)]
-    left = iter(calls)  # `next` of a list's iterator is atomic
+    left = iter([(future, contextvars.copy_context(), item) for future, item in zip(futures, items, strict=True)])
 
     def serve() -> None:
-        for future, context, item in left:
+        for future, context, item in left:  # `next` of a list's iterator is atomic
             if future.set_running_or_notify_cancel():
                 _call(future, context.run, function, item)
 

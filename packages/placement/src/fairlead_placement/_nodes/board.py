@@ -40,7 +40,7 @@ class Board:
 
 
 def publish(key: str, version: int, value: Any) -> None:
-    """Publish a value under a key at the agent of this process's node, without waiting for the agent.
+    """Publish plain data under a key at the agent of this process's node, without waiting for the agent.
 
     It is there until it is withdrawn or this process ends. If the agent dies, the value is published at a new one. If
     Ray's head is silent when an agent has to be created, nothing is published, with a line in the log.
@@ -48,7 +48,7 @@ def publish(key: str, version: int, value: Any) -> None:
     Args:
         key: unique among all processes.
         version: 1 or more; a value of a higher version takes the place of an older one.
-        value: plain data.
+        value: the data.
     """
     refuse_client()
     here = connection()
@@ -66,7 +66,7 @@ def _send(key: str, version: int, value: Any) -> None:
     except (PlacementError, ray.exceptions.RayError) as error:
         logger.warning("Cannot publish %s, so other processes do not see its latest state: %s", key, error)
     if key not in _published:  # another thread has withdrawn it in the meantime
-        withdraw(key)
+        release({node_id: (key,)}, timeout_s=0.0)
 
 
 def _publish_again(node_id: str, keys: Sequence[str], why: str) -> None:
@@ -77,10 +77,7 @@ def _publish_again(node_id: str, keys: Sequence[str], why: str) -> None:
 
 
 def await_published(key: str, *, timeout_s: float) -> bool:
-    """Return whether the agent has what was published under a key last; wait for that until the timeout.
-
-    After this has returned True, a process that reads the board gets this value or a newer one.
-    """
+    """Wait until the agent has what was published under a key last; return whether it has within the time."""
     if (published := _published.get(key)) is None:
         return False  # it has been withdrawn since
     node_id = ray.get_runtime_context().get_node_id()
@@ -101,13 +98,7 @@ def withdraw(key: str) -> None:
 
 
 def find_boards(job_id: str = "", owner: str = "") -> list[Board]:
-    """Return the boards of all processes of the cluster, or those of one.
-
-    A process whose agent has just died may have two of them for a moment, of which one does not answer.
-
-    Args:
-        job_id: Ray's id of the job of the process; "" for all processes.
-        owner: Ray's worker id of the process.
+    """Return the boards of all processes of the cluster, or those of one, by its job and its worker id.
 
     Raises:
         HeadTimeoutError: Ray's head did not answer within `head_deadline`.
@@ -118,11 +109,10 @@ def find_boards(job_id: str = "", owner: str = "") -> list[Board]:
 def _find_boards(prefix: str) -> list[Board]:
     boards = []
     for row in ray.util.list_named_actors(all_namespaces=True):
-        if row["namespace"] != NAMESPACE or not row["name"].startswith(prefix):
-            continue
-        job_id, owner, _ = row["name"].removeprefix(AGENT_NAME_PREFIX).split("-")
-        with contextlib.suppress(ValueError):  # it has ended since
-            boards.append(Board(job_id, owner, row["name"], ray.get_actor(row["name"], namespace=NAMESPACE)))
+        if row["namespace"] == NAMESPACE and row["name"].startswith(prefix):
+            job_id, owner, _ = row["name"].removeprefix(AGENT_NAME_PREFIX).split("-")
+            with contextlib.suppress(ValueError):  # it has ended since
+                boards.append(Board(job_id, owner, row["name"], ray.get_actor(row["name"], namespace=NAMESPACE)))
     return boards
 
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from .._ray_private import block_shutdown, collect, connection, find_nodes_here, start_task
+from .._ray_private import block_shutdown, collect, connection, list_raylets, start_task
 from ..exceptions import PlacementError, PlacementTimeoutError
-from .background import Job, run_in_thread
+from .background import run_in_thread
 from .head import ask_head, head_deadline, refuse_client
 
 _T = TypeVar("_T")
@@ -48,32 +48,29 @@ def run_on_nodes(
     elsewhere = {node_id: args for node_id, args in arguments.items() if node_id not in here}
     answers: dict[str, Any] = run_in_tasks(function, elsewhere, timeout_s=max(0.0, deadline - time.monotonic()))
     for node_id, job in jobs.items():
-        is_over = job.over.wait(max(0.0, deadline - time.monotonic()))
-        answers[node_id] = _answer_of(job, function, node_id) if is_over else _late(function, node_id, timeout_s)
+        if not job.over.wait(max(0.0, deadline - time.monotonic())):
+            answers[node_id] = PlacementTimeoutError(_late(function, node_id, timeout_s))
+        elif (error := job.future.exception()) is None:
+            answers[node_id] = job.future.result()
+        else:  # sys.exit on a thread ends nothing else
+            answers[node_id] = error if isinstance(error, Exception) else _ended(function, node_id, error)
     return {node_id: answers[node_id] for node_id in arguments}
 
 
 def find_here(node_ids: Iterable[str]) -> frozenset[str]:
     """Return those nodes whose processes this process sees by the same pids, and may read."""
     global _seen
-    here = connection()
+    here, wanted = connection(), set(node_ids)
     if _seen[0] is not here:
         _seen = here, {}
-    known, wanted = _seen[1], set(node_ids)
+    known = _seen[1]
     if not wanted <= known.keys():  # a node that runs has a raylet, so a look is enough for its life
         try:
-            found = run_in_thread(find_nodes_here).result(FIND_S)
+            found = {raylet.node_id for raylet in run_in_thread(list_raylets).result(FIND_S)}
         except TimeoutError:
             return frozenset(node_id for node_id in wanted if known.get(node_id))
         known.update((node_id, node_id in found) for node_id in wanted)
     return frozenset(node_id for node_id in wanted if known[node_id])
-
-
-def _answer_of(job: Job[Any], function: Callable[..., Any], node_id: str) -> Any:
-    error = job.future.exception()
-    if error is None or isinstance(error, Exception):
-        return job.future.result() if error is None else error
-    return _ended(function, node_id, error)  # it called sys.exit
 
 
 @functools.cache
@@ -98,58 +95,59 @@ def run_in_tasks(
     tasks: dict[str, Any] = {}
 
     def start() -> dict[str, Any]:
+        pins = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in arguments}
         return {
-            node_id: start_task(
-                _remote(), (code, *args), scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
-            )
+            node_id: start_task(_remote(), (code, *args), scheduling_strategy=pins[node_id])
             for node_id, args in arguments.items()
         }
 
     try:
         with head_deadline(timeout_s):
-            started = ask_head("send a function to nodes", start, undo=_cancel)
+            started = ask_head("send a function to nodes", start, undo=_drop)
         tasks.update(started)
         del started
-        answers = collect(
-            {node_id: functools.partial(tasks.get, node_id) for node_id in tasks}, deadline - time.monotonic()
-        )
+        sends = {node_id: functools.partial(tasks.get, node_id) for node_id in tasks}
+        answers = collect(sends, deadline - time.monotonic())
     except (PlacementError, ray.exceptions.RayError) as error:
         return dict.fromkeys(arguments, error)
     finally:
-        with block_shutdown():
-            tasks.clear()
+        _drop(tasks)
     return {
         node_id: answer if error is None else _explain(function, node_id, timeout_s, error)
         for node_id, (answer, error) in answers.items()
     }
 
 
-def _cancel(tasks: dict[str, Any]) -> None:
-    """Cancel tasks whose caller has stopped waiting before they were sent."""
+def _drop(tasks: dict[str, Any]) -> None:
+    """Drop the references to tasks, while Ray cannot be shut down."""
     with block_shutdown():
-        for task in tasks.values() if ray.is_initialized() else ():
-            ray.cancel(task)
         tasks.clear()
 
 
 def _explain(function: Callable[..., Any], node_id: str, limit_s: float, error: Exception) -> Exception:
+    if isinstance(error, ray.exceptions.WorkerCrashedError):
+        return _ended(function, node_id, error)
+    return explain_failure(
+        error, _late(function, node_id, limit_s), f"{_name(function)} could not run on node {node_id}"
+    )
+
+
+def explain_failure(error: Exception, late: str, failed: str) -> Exception:
+    """Return the error of a request to a node that says what to do; that of a function itself as it is."""
     # A function's own error is a RayTaskError, whatever its class.
     if isinstance(error, ray.exceptions.RayTaskError) or not isinstance(error, ray.exceptions.RayError):
         return error
     if isinstance(error, ray.exceptions.GetTimeoutError):
-        return _late(function, node_id, limit_s)
-    if isinstance(error, ray.exceptions.WorkerCrashedError):
-        return _ended(function, node_id, error)
-    failed = PlacementError(
-        f"{_name(function)} could not run on node {node_id}: {error}. If the node is gone, `replace_lost_nodes()` of "
-        "its cluster reserves others."
-    )
-    failed.__cause__ = error
-    return failed
+        explained: PlacementError = PlacementTimeoutError(late)
+    else:
+        gone = "If the node is gone, `replace_lost_nodes()` of its cluster reserves others."
+        explained = PlacementError(f"{failed}: {error}. {gone}")
+    explained.__cause__ = error
+    return explained
 
 
-def _late(function: Callable[..., Any], node_id: str, limit_s: float) -> PlacementTimeoutError:
-    return PlacementTimeoutError(
+def _late(function: Callable[..., Any], node_id: str, limit_s: float) -> str:
+    return (
         f"{_name(function)} has not returned on node {node_id} within {limit_s:.3g} s. The node may be very busy, or "
         "its raylet stopped: try again, or look at the node."
     )

@@ -33,8 +33,6 @@ POLL_S = 0.01
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("fairlead_head_deadline")
 # Requests whose callers have stopped waiting, with their connections, by their description.
 _late: dict[str, tuple[object, Job[Any]]] = {}
-
-
 CLIENT_REMEDY = (
     "Run the driver on a node of the cluster, with address='host:port' of the cluster's head, or submit it as a job "
     "with `ray job submit`."
@@ -90,20 +88,20 @@ def ask_head(
 
     Raises:
         HeadTimeoutError: the head did not answer in time. The function continues in the background.
-        PlacementError: this process is connected through Ray Client.
+        PlacementError: this process is connected through Ray Client, or Ray was shut down meanwhile.
         Exception: any exception of the function.
     """
-    if connection() is None:
+    here, began = connection(), time.monotonic()
+    if here is None:
         refuse_client()
     until = _deadline.get(None)
     if timeout_s is None and until is not None:
-        timeout_s = max(0.0, until - time.monotonic())
+        timeout_s = max(0.0, until - began)
         if timeout_s < LEAST_S and not head_is_silent(LEAST_S):
             timeout_s = LEAST_S
     # Ray connects to a cluster on the main thread only.
     if timeout_s is None or not ray.is_initialized():
         return function(*args)
-    here, began = connection(), time.monotonic()
     ends = began + timeout_s
 
     @functools.wraps(function)
@@ -139,20 +137,19 @@ def ask_head(
 
 
 def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float = 0.1) -> bool:
-    """Wait until a condition holds, with pauses that double.
+    """Wait until a condition holds, with pauses that double up to `longest_s` seconds.
 
     Args:
-        done: returns whether it holds. Looking at Ray's tables takes a few milliseconds.
+        done: returns whether it holds. It is called once more at the deadline.
         deadline: when to stop waiting, by `time.monotonic`.
-        longest_s: the longest pause in seconds.
+        longest_s: the longest pause.
 
     Returns:
-        Whether the condition holds. It is looked at once more at the deadline.
+        Whether the condition holds.
     """
     pause = min(POLL_S, longest_s)
     while not done():
-        left = deadline - time.monotonic()
-        if left <= 0:
+        if (left := deadline - time.monotonic()) <= 0:
             return False
         time.sleep(min(pause, left))
         pause = min(2 * pause, longest_s)
@@ -173,19 +170,12 @@ def alive_nodes(*, timeout_s: float | None = None) -> frozenset[str]:
 
 
 def choose_alive(node_ids: Iterable[str], *, timeout_s: float | None = None) -> list[str]:
-    """Return the nodes that are alive; all of them if Ray's head does not answer. Their agents answer without it.
-
-    Args:
-        node_ids: the nodes.
-        timeout_s: seconds that Ray's head may take; None for `ALIVE_S`.
-    """
-    if head_is_silent(LEAST_S):
-        return list(node_ids)
-    try:
-        alive = alive_nodes(timeout_s=ALIVE_S if timeout_s is None else timeout_s)
-    except HeadTimeoutError:
-        return list(node_ids)
-    return [node_id for node_id in node_ids if node_id in alive]
+    """Return the nodes that are alive; all of them if Ray's head does not answer within `timeout_s` (`ALIVE_S`)."""
+    alive = None
+    if not head_is_silent(LEAST_S):
+        with contextlib.suppress(HeadTimeoutError):
+            alive = alive_nodes(timeout_s=ALIVE_S if timeout_s is None else timeout_s)
+    return [node_id for node_id in node_ids if alive is None or node_id in alive]
 
 
 def read_nodes(*, with_free: bool = True) -> tuple[Node, ...]:
@@ -232,8 +222,7 @@ def read_holders() -> tuple[ResourceHolder, ...]:
         if row["state"] == "REMOVED":
             continue
         placed = group_pairs((node_id, row["bundles"][at]) for at, node_id in row["bundles_to_node_id"].items())
-        bundles = {node_id: tuple(held) for node_id, held in placed.items() if node_id}
-        if bundles:
+        if bundles := {node_id: tuple(held) for node_id, held in placed.items() if node_id}:
             # The id ends with that of the job. Only the state API reports it, which needs a dashboard.
             holders.append(ResourceHolder("placement group", row["name"], group_id, group_id[-8:], bundles))
     for actor in actors:

@@ -20,11 +20,10 @@ Row = tuple[int, int, int, int, list[GpuRow] | None, int]
 
 
 class Gpus:
-    """Reads the node's GPUs through nvidia-ml-py. Without that, or without a GPU, all figures are None.
+    """Reads the node's GPUs through nvidia-ml-py; figures are None without it, or without a GPU.
 
-    A wedged driver blocks whoever calls it, in `nvmlInit` too. So NVML is loaded at the first request and called on a
-    thread of its own. Figures that do not arrive in time are unknown (None), and later requests return None at once
-    until the driver has answered the call that is under way.
+    A wedged driver blocks whoever calls it. So it is called on a thread of its own, and figures are None while it does
+    not answer.
     """
 
     @classmethod
@@ -36,30 +35,25 @@ class Gpus:
         return gpus
 
     def __init__(self) -> None:
-        # None until the driver has been asked for the first time.
-        self._is_absent: bool | None = None
-        # Held while a request waits for the driver. Requests take turns, and do not wait while a call is unanswered.
+        self._is_absent: bool | None = None  # None until the driver has been asked for the first time
         self._lock = threading.Lock()
         self._call: threading.Thread | None = None
 
     def memory(self) -> list[tuple[int, int]] | None:
         """Return the (total, used) bytes of each GPU, by NVML's index."""
         found = self._of_each("nvmlDeviceGetMemoryInfo")
-        return found and [(int(one.total), int(one.used)) for one in found]
+        return found and [(int(memory.total), int(memory.used)) for memory in found]
 
     def by_process(self) -> dict[int, int] | None:
         """Return the bytes that each process holds on all GPUs together."""
         found = self._of_each("nvmlDeviceGetComputeRunningProcesses")
-        if found is None:
-            return None
         held: dict[int, int] = {}
-        for process in itertools.chain.from_iterable(found):
+        for process in itertools.chain.from_iterable(found or ()):
             # None if the driver does not report it.
             held[process.pid] = held.get(process.pid, 0) + (process.usedGpuMemory or 0)
-        return held
+        return None if found is None else held
 
     def _of_each(self, function: str) -> list[Any] | None:
-        """Return what an NVML function returns for each GPU; None if that is unknown."""
         answers: list[list[Any] | None] = []
         with self._lock:
             if self._is_absent or (self._call is not None and self._call.is_alive()):
@@ -127,7 +121,7 @@ def take_sample() -> tuple[Any, ...]:
 
 
 class Peaks:
-    """The samples of the node's memory for one watcher, and their peaks."""
+    """Samples of the node's memory, and their peaks."""
 
     def __init__(self) -> None:
         self._samples = 0

@@ -2,10 +2,11 @@
 """Leases ports of nodes, which the agents of this process hold."""
 
 import contextlib
+import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import ray
@@ -13,7 +14,7 @@ import ray
 from .._model import group_pairs
 from .._slot import Slot
 from ..exceptions import PortUnavailableError
-from .agent import ANSWER_S, OnLoss, ask_agents, release
+from .agent import ANSWER_S, ask_agents, release
 from .head import choose_alive
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,6 @@ class PortLease(contextlib.AbstractContextManager["PortLease"]):
         port: its number.
         node_id: Ray's id of the node.
         lease_id: the agent's id of the lease.
-
-    >>> lease = PortLease("10.0.0.1", 1400, "0" * 56, "id")
-    >>> lease.host_port
-    '10.0.0.1:1400'
-    >>> PortLease("fd00::1", 1400, "0" * 56, "id").host_port
-    '[fd00::1]:1400'
     """
 
     address: str
@@ -76,14 +71,13 @@ def lease_ports(
     Args:
         slots: the slots on whose nodes ports are leased. Several slots of one node get different ports.
         count: ports per slot.
-        low: first port of the range.
-        high: last port of the range, included.
+        low, high: the first and the last port of the range.
         timeout_s: seconds that all of it may take. An agent that has to start takes about one.
         on_loss: called on a background thread if an agent dies, with the leases that are lost and why it died. The
             default writes a warning to the log.
 
     Returns:
-        For each slot, in order, its `count` leases.
+        For each slot, its leases.
 
     Raises:
         ValueError: a count below 1, or a range that is empty or outside 1..65535.
@@ -100,8 +94,8 @@ def lease_ports(
     leased: dict[str, PortLease] = {}
     try:
         requests = {node_id: (its, low, high) for node_id, its in ids.items()}
-        reported = _report(leased, on_loss or _warn)
-        for node_id, answer in ask_agents("lease", requests, ids, timeout_s=timeout_s, on_loss=reported).items():
+        report = functools.partial(_report, leased, on_loss or _warn)
+        for node_id, answer in ask_agents("lease", requests, ids, timeout_s=timeout_s, on_loss=report).items():
             if isinstance(answer, Exception):
                 raise answer
             ports, held, in_use = answer
@@ -117,11 +111,15 @@ def lease_ports(
     return tuple(tuple(leased[lease.lease_id] for lease in leases) for leases in wanted)
 
 
-def _report(leased: dict[str, PortLease], on_loss: Callable[[Sequence[PortLease], str], object]) -> OnLoss:
-    def report(node_id: str, lease_ids: Sequence[str], why: str) -> None:
-        on_loss([leased[lease_id] for lease_id in lease_ids if lease_id in leased], why)
-
-    return report
+def _report(
+    leased: Mapping[str, PortLease],
+    on_loss: Callable[[Sequence[PortLease], str], object],
+    node_id: str,
+    lease_ids: Sequence[str],
+    why: str,
+) -> None:
+    if lost := [leased[lease_id] for lease_id in lease_ids if lease_id in leased]:
+        on_loss(lost, why)
 
 
 def _warn(lost: Sequence[PortLease], why: str) -> None:
@@ -144,13 +142,9 @@ def check_range(low: int, high: int) -> None:
 
 
 def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -> None:
-    """Release ports, with one request to each node, all at once.
+    """Release ports, with one request to each node, within `timeout_s` seconds for all of them.
 
     Can be repeated; does nothing if Ray has ended, the node is gone, or another process has leased them.
-
-    Args:
-        leases: the leases.
-        timeout_s: seconds to wait for all agents.
 
     Raises:
         PlacementError: an agent did not answer, although its node is alive. The ports of the other nodes are released,

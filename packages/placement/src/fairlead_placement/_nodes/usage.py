@@ -80,15 +80,11 @@ class NodeUsage:
 def usage_on_nodes(
     pids: Mapping[str, Sequence[int]], *, timeout_s: float = 60.0
 ) -> dict[str, list[ProcessUsage] | Exception]:
-    """Measure processes on several nodes at once.
-
-    Args:
-        pids: the processes, by node id.
-        timeout_s: seconds that all of it may take.
+    """Measure processes, given by node id, on several nodes at once, within `timeout_s` seconds for all of it.
 
     Returns:
-        By node id, the usage in the order of `pids`, without processes that have ended; or the exception with which the
-        measurement failed.
+        By node id, the usage in the order of the pids, without processes that have ended; or the exception with which
+        the measurement failed.
     """
     requests = {node_id: ([*its],) for node_id, its in pids.items()}
     usage: dict[str, list[ProcessUsage] | Exception] = {}
@@ -114,14 +110,9 @@ def _read_process(node_id: str, row: Sequence[Any], on_gpus: Mapping[int, int] |
 
 
 def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage, ...]:
-    """Return the memory of each node that is alive, in the order given.
+    """Return the memory of each node that is alive, in the order given; a PlacementError if one does not answer.
 
-    Args:
-        node_ids: the nodes.
-        watcher: for whom their agents take a sample each second until `unwatch`; None for this single sample.
-
-    Raises:
-        PlacementError: a node that is alive did not answer.
+    The agents take a sample for the watcher each second until `unwatch`; without a watcher this is the only one.
     """
     with head_deadline():
         alive = alive_nodes()

@@ -20,13 +20,7 @@ Amounts = tuple[int, ...]
 
 
 class Decision(NamedTuple):
-    """Whether a request fits.
-
-    Attributes:
-        plan: by logical node, the node id of each of its bundles; None unless the verdict is "fits", and empty if Ray
-            chooses the nodes.
-        verdict: as in `ReservationReport`.
-    """
+    """Whether a request fits, as in `ReservationReport`; the plan is None unless the verdict is "fits"."""
 
     plan: dict[int, tuple[str, ...]] | None
     verdict: Verdict
@@ -35,24 +29,18 @@ class Decision(NamedTuple):
 def decide(
     asks: Sequence[Ask], nodes: Sequence[Node], *, own_nodes: bool = False, segment_size: int | None = None
 ) -> Decision:
-    """Place requests of one strategy on nodes in physical order, by what is free there.
+    """Place requests of one strategy, with one label selector, on nodes in physical order, by what is free there.
 
     If possible, logical nodes get physical nodes of their own in the requested order. If not, the largest takes the
     tightest node that is still unused. If that fails too, logical nodes share physical nodes, the largest first. No
     choice is revised, so uneven requests may have an arrangement that is not found.
 
-    Args:
-        asks: the requests. Ray chooses the nodes of those whose strategy is not STRICT_PACK.
-        nodes: the nodes.
-        own_nodes: whether no two logical nodes share a physical node.
-        segment_size: place the complete groups of that many logical nodes, by number, on physical nodes of their own in
-            one topology domain each.
-
-    Returns:
-        The plan and the verdict. It is "impossible" only if totals or the largest requests prove that, and "taken" only
-        if there is a plan for the nodes when nothing runs on them.
+    With `own_nodes`, no two logical nodes share a physical node. With `segment_size`, each group of that many logical
+    nodes, by number, is on physical nodes of its own in one topology domain. The verdict is "impossible" only if totals
+    or the largest requests prove that, and "taken" only if there is a plan for the nodes when nothing runs on them.
     """
     own_nodes = own_nodes or segment_size is not None
+    nodes = [node for node in nodes if not asks or matches(asks[0].labels, node.labels)]
     free = Site(asks, nodes, False, own_nodes)
     plan = free.make_plan(segment_size)
     if plan is not None:
@@ -66,13 +54,8 @@ def decide(
 def is_in_use(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
     """Return whether anything that the requests need is in use on a node that they may use."""
     names = {name for ask in asks for name in ask.bundle}
-    selectors = list({tuple(ask.labels.items()): ask.labels for ask in asks}.values())
-    return any(
-        node.free.get(name, 0.0) < node.total.get(name, 0.0)
-        for node in nodes
-        if any(matches(selector, node.labels) for selector in selectors)
-        for name in names
-    )
+    usable = [node for node in nodes if not asks or matches(asks[0].labels, node.labels)]
+    return any(node.free.get(name, 0.0) < node.total.get(name, 0.0) for node in usable for name in names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +66,6 @@ class Shape:
     """
 
     unit: Amounts
-    labels: Mapping[str, str]
     units: int  # of a logical node
     apart: bool  # whether no two units of a logical node share a node
     fits: list[int]  # how many units each node holds
@@ -95,7 +77,7 @@ class Site:
     def __init__(self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool) -> None:
         self.asks = sorted(asks, key=operator.attrgetter("node_idx"))
         self.nodes, self.own_nodes = nodes, own_nodes
-        alike = list(group_pairs((ask.shape, ask) for ask in self.asks).values())
+        alike = list(group_pairs(((ask.count, *sorted(ask.bundle.items())), ask) for ask in self.asks).values())
         held = [item for ask, *_ in alike for item in ask.bundle.items()]
         names = sorted({name for name, amount in held if round(amount * PRECISION)})
         amounts = [node.total if idle else node.free for node in nodes]
@@ -107,9 +89,7 @@ class Site:
             sizes = [(resource, n) for resource, n in enumerate(unit) if n]
             known = {has: min((has[resource] // n for resource, n in sizes), default=0) for has in set(self.room)}
             fits = [known[has] for has in self.room]
-            if ask.labels:
-                fits = [n if matches(ask.labels, node.labels) else 0 for n, node in zip(fits, nodes, strict=True)]
-            shape = Shape(unit, ask.labels, 1 if is_whole else ask.count, ask.strategy == "STRICT_SPREAD", fits)
+            shape = Shape(unit, 1 if is_whole else ask.count, ask.strategy == "STRICT_SPREAD", fits)
             self.shape_of.update(dict.fromkeys((ask.node_idx, *(other.node_idx for other in others)), shape))
 
     def make_plan(self, segment_size: int | None) -> dict[int, tuple[str, ...]] | None:
@@ -122,9 +102,9 @@ class Site:
         else:
             places = self._place_in_order(self.asks, everywhere)
             if places is None:
-                places = self._place_tightest(self.asks, everywhere)
+                places = self._place_largest_first(self.asks, everywhere, shared=False)
             if places is None and not self.own_nodes:
-                places = self._place_together()
+                places = self._place_largest_first(self.asks, everywhere, shared=True)
         if places is None:
             return None
         return {ask.node_idx: (self.nodes[places[ask.node_idx]].node_id,) * ask.count for ask in self.asks}
@@ -135,14 +115,8 @@ class Site:
             return self._lacks_room(self._count(self.asks), range(len(self.nodes)))
         domains = self._domains()
         inside = [position for positions in domains for position in positions]
-        return (
-            sum(len(positions) // segment_size for positions in domains) * segment_size < len(self.asks)
-            or self._lacks_room(self._count(self.asks), inside)
-            or any(
-                all(self._lacks_room(self._count(block), positions) for positions in domains)
-                for _, block in self._blocks(segment_size)
-            )
-        )
+        segments = sum(len(positions) // segment_size for positions in domains)
+        return segments * segment_size < len(self.asks) or self._lacks_room(self._count(self.asks), inside)
 
     def _count(self, asks: Sequence[Ask]) -> Counter[Shape]:
         return Counter(self.shape_of[ask.node_idx] for ask in asks)
@@ -150,11 +124,7 @@ class Site:
     def _lacks_room(self, counts: Mapping[Shape, int], positions: Sequence[int]) -> bool:
         """Return whether totals, or the units that are as large as those of a shape, prove that the nodes lack room."""
         for shape in counts:
-            larger = [
-                other
-                for other in counts
-                if other.labels == shape.labels and all(map(operator.ge, other.unit, shape.unit))
-            ]
+            larger = [other for other in counts if all(map(operator.ge, other.unit, shape.unit))]
             needed = sum(other.units * counts[other] for other in larger)
             most = sum(counts[other] for other in larger) if shape.apart else needed
             if self.own_nodes and shape.units == 1:
@@ -185,41 +155,28 @@ class Site:
                 return None
         return places
 
-    def _place_tightest(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
-        """Place each logical node, the largest first, on the tightest node that no other one uses."""
-        if len(asks) > len(positions):
-            return None
+    def _place_largest_first(self, asks: Sequence[Ask], positions: Sequence[int], *, shared: bool) -> Places | None:
+        """Place each logical node, the largest first, on the tightest node that has room, or that no other one uses."""
         members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
+        room = {position: self.room[position] for position in positions}
         places: Places = {}
-        unused = dict.fromkeys(positions)
         for shape in self._largest_first(members, positions):
-            usable = [position for position in unused if shape.fits[position]]
-            # The tightest are those that the fewest shapes can use.
-            keys = {
-                position: (sum(other.fits[position] > 0 for other in members), shape.fits[position], position)
-                for position in usable
+            holds = {
+                position: min((has // n for has, n in zip(left, shape.unit, strict=True) if n), default=0)
+                for position, left in room.items()
+                if shape.fits[position]
             }
-            picked = sorted(sorted(usable, key=keys.__getitem__)[: len(members[shape])])
-            if len(picked) < len(members[shape]):
-                return None
-            for number, position in zip(members[shape], picked, strict=True):
-                places[number] = position
-                del unused[position]
-        return places
-
-    def _place_together(self) -> Places | None:
-        """Place logical nodes on nodes that they share."""
-        members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in self.asks)
-        places: Places = {}
-        room = list(self.room)
-        for shape in self._largest_first(members, range(len(room))):
-            usable = [position for position in range(len(room)) if shape.fits[position]]
+            # The tightest are those that the fewest shapes can use.
+            keys = {at: (sum(other.fits[at] > 0 for other in members), number, at) for at, number in holds.items()}
             picked: list[int] = []
-            holds = [(min(has // n for has, n in zip(room[at], shape.unit, strict=True) if n), at) for at in usable]
-            for units, position in sorted(holds):
-                taken = min(units, len(members[shape]) - len(picked))
+            for position in sorted(holds, key=keys.__getitem__):
+                if len(picked) == len(members[shape]):
+                    break
+                taken = min(holds[position] if shared else 1, len(members[shape]) - len(picked))
                 picked += [position] * taken
-                room[position] = tuple([has - taken * n for has, n in zip(room[position], shape.unit, strict=True)])
+                left = room.pop(position)
+                if shared:
+                    room[position] = tuple([has - taken * n for has, n in zip(left, shape.unit, strict=True)])
             if len(picked) < len(members[shape]):
                 return None
             places.update(zip(members[shape], sorted(picked), strict=True))
@@ -242,9 +199,8 @@ class Site:
     def _blocks(self, segment_size: int) -> list[tuple[object, Sequence[Ask]]]:
         """Return the requests in groups of this many with what they need, the largest first."""
 
-        def need(block: Sequence[Ask]) -> list[tuple[list[int], list[tuple[str, str]]]]:
-            shapes = [self.shape_of[ask.node_idx] for ask in block]
-            return sorted(([-n for n in shape.unit], sorted(shape.labels.items())) for shape in shapes)
+        def need(block: Sequence[Ask]) -> list[list[int]]:
+            return sorted([-n for n in self.shape_of[ask.node_idx].unit] for ask in block)
 
         blocks = [self.asks[start : start + segment_size] for start in range(0, len(self.asks), segment_size)]
         return sorted([(need(block), block) for block in blocks], key=operator.itemgetter(0))
@@ -257,7 +213,9 @@ class Site:
             # A domain that lacks room for a group stays so for all groups like it.
             first, before = (first if need == before else 0), need
             while first < len(domains):
-                inside = self._place_in_order(block, domains[first]) or self._place_tightest(block, domains[first])
+                inside = self._place_in_order(block, domains[first])
+                if inside is None:
+                    inside = self._place_largest_first(block, domains[first], shared=False)
                 if inside is not None:
                     break
                 first += 1

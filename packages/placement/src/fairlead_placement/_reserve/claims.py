@@ -16,15 +16,13 @@ from .finalizers import wait_for_dropped
 
 _Key = tuple[str, int]
 _held: dict[_Key, dict["SlotClaim", None]] = {}
-# Every group that has claimed slots, in the order of its first claim: a group that moves claims again. By the identity
-# of the group, as a group may define its own equality.
+# Every group that has claimed slots, by its identity, in the order of its first claim: one that moves claims again.
 _groups: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 # Slots that have been released, or are about to be. No group may claim them any more.
 _closed: dict[_Key, None] = {}
 # How many of them are kept, so that the table does not grow for the life of the process.
 CLOSED_KEPT = 10_000
-# Only the thread that has it looks at these or changes them, so that a slot never has more groups than it has room
-# for. Reentrant: a signal handler may shut a group down in the middle of anything.
+# For all of these. Reentrant: a signal handler may shut a group down in the middle of anything.
 _lock = threading.RLock()
 
 

@@ -32,14 +32,12 @@ _closed = threading.Event()
 def release_when_dropped(owner: object, leak: Callable[[], str], release: Callable[[], object]) -> None:
     """Have a background thread release what an object holds when the program drops the object.
 
-    The thread emits a ResourceWarning first. Nothing is done at interpreter exit: Ray releases what a driver holds,
-    and the node agents release the ports of another process.
+    The thread emits a ResourceWarning first. Nothing is done at interpreter exit: Ray releases what a driver holds.
 
     Args:
         owner: the object. Neither function may refer to it.
         leak: returns the text of the warning, or "" if nothing is held.
-        release: releases what is held, and may take its time. It is called in either case, also if the program has
-            called it already.
+        release: releases what is held. It is called in either case, also if the program has called it already.
     """
     claim_thread(is_needed=False)  # which the callback must not do
     weakref.finalize(owner, _drop, [leak, release]).atexit = False

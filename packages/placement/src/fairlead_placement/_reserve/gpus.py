@@ -2,12 +2,11 @@
 """Reserves particular GPUs, which Ray itself cannot do.
 
 Ray reports the id of a GPU only to a process that holds it. So all free GPUs of a node are held one by one. Those that
-are requested are released, the logical node's one group is placed on them (nothing else is free there), and then the
-others are released.
+are requested are released, the logical node's group is placed on them (nothing else is free there), and then the others
+are released.
 """
 
 import contextlib
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +14,12 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
-from .._model import Node, Request, Verdict, group_pairs
+from .._model import Ask, Node, Request, Verdict, matches
 from .._nodes.functions import run_in_tasks
 from .._plan.planner import decide
 from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
-from .groups import Placed, Refusal, Reserved, create_groups, pin_bundles, place, remove, remove_on_error
+from .groups import Placed, Refusal, Reserved, create_groups, place, remove, remove_on_error
 from .slots import accelerator_ids
 
 # How long the agents have to report the ids of GPUs, even after the deadline, and at most: one silent node must not use
@@ -30,14 +29,10 @@ AGENTS_S = (10.0, 30.0)
 SHOWN = 4
 Wanted = Mapping[int, frozenset[str]]
 Ids = dict[str, frozenset[str]]
-Fillers = Mapping[str, Mapping[str, PlacementGroup]]
 
 
 def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: str, segment_size: int | None) -> Wanted:
-    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use.
-
-    `gpus` is the number of GPUs in each bundle.
-    """
+    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use."""
     if gpus != 1:
         raise ValueError(f"gpu_ids={gpu_ids!r} needs one GPU in each bundle (use_gpus=True), got {gpus:g}")
     if strategy != "STRICT_PACK":
@@ -72,74 +67,61 @@ def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: st
 
 
 def try_gpus(request: Request, nodes: Sequence[Node], owned: Ids, *, deadline: float) -> Placed | Refusal:
-    """Place a request on exactly the GPUs that its `gpu_ids` names. Each node that may have them free is tried once.
+    """Place each logical node on exactly the GPUs that `gpu_ids` names, on a node of its own if possible.
 
     `owned` keeps the ids of the GPUs of each node for the next attempt.
     """
     owned.update(read_gpu_ids([node for node in nodes if node.node_id not in owned], deadline=deadline))
-    # Whole logical nodes with each GPU id as a resource, so that the planner matches ids too.
+    if (verdict := _examine_idle(request, nodes, owned)) != "fits":
+        return _refuse(request, nodes, owned, verdict)
+    placed: list[Reserved] = []
+    with remove_on_error(lambda: [reserved.group for reserved in placed]):
+        for ask in sorted(request.asks, key=lambda ask: -ask.count):
+            ids, used = request.gpu_ids[ask.node_idx], {reserved.node_ids[0] for reserved in placed}
+            suitable = [node for node in nodes if ids <= owned[node.node_id] and matches(ask.labels, node.labels)]
+            missing: list[tuple[Node, frozenset[str]]] = []
+            for node in sorted(suitable, key=lambda node: node.node_id in used):
+                found, gone = take_gpus(replace(request, asks=(ask,)), node, ids, deadline=deadline)
+                placed += found
+                if found:
+                    break
+                missing.append((node, gone))
+            else:
+                remove([reserved.group for reserved in placed])
+                return _explain_busy(ask, missing)
+    return tuple(sorted(placed, key=lambda reserved: reserved.node_idx[0]))
+
+
+def take_gpus(
+    request: Request, node: Node, ids: frozenset[str], *, deadline: float
+) -> tuple[Sequence[Reserved], frozenset[str]]:
+    """Place a single logical node on particular GPUs of a node, or return nothing and which of them are not free."""
+    if node.free.get("GPU", 0) < len(ids):
+        return (), ids
+    (ask,) = request.asks
+    placed: Sequence[Reserved] = ()
+    with remove_on_error(lambda: [reserved.group for reserved in placed]), hold_free_gpus(node, deadline) as fillers:
+        if missing := ids - fillers.keys():
+            return (), missing
+        remove([fillers[gpu] for gpu in ids])
+        placed = place(request, {ask.node_idx: (node.node_id,) * ask.count}, deadline=deadline) or ()
+        got = {gpu for held in accelerator_ids(placed, deadline=deadline) for bundle in held for gpu in bundle["GPU"]}
+        if placed and got != ids:  # another request was faster
+            remove([reserved.group for reserved in placed])
+            return (), ids
+    return placed, frozenset()
+
+
+def _examine_idle(request: Request, nodes: Sequence[Node], owned: Ids) -> Verdict:
+    """Return whether the nodes could hold a request if they were idle: each GPU id counts as a resource."""
     asks = []
     for ask in request.asks:
         whole = {name: amount * ask.count for name, amount in ask.bundle.items()}
         asks.append(replace(ask, count=1, bundle=whole | _as_resources(request.gpu_ids[ask.node_idx])))
-    free: Ids = {}
-    placed: list[Reserved] = []
-    while not placed:
-        # A node counts as free until it has been looked at, so every turn rules something out.
-        chosen, verdict = decide(asks, _shown(nodes, owned, free), own_nodes=request.unified)
-        if chosen is None:
-            is_taken = verdict == "taken" or bool(free)
-            return _explain_busy(request, nodes, owned, free) if is_taken else _refuse(request, nodes, owned, verdict)
-        on = {node_idx: node_id for node_idx, (node_id,) in chosen.items()}
-        used = [node for node in nodes if node.node_id in on.values()]
-        with (
-            remove_on_error(lambda: [reserved.group for reserved in placed]),
-            hold_free_gpus(used, deadline=deadline) as fillers,
-        ):
-            free.update({node_id: frozenset(held) for node_id, held in fillers.items()})
-            if all(ids <= free[on[node_idx]] for node_idx, ids in _wanted(request)):
-                placed.extend(exchange(request, on, fillers, deadline=deadline))
-                if not placed:  # another request was faster
-                    free.update(dict.fromkeys(on.values(), frozenset()))
-    return tuple(placed)
-
-
-def _wanted(request: Request) -> list[tuple[int, frozenset[str]]]:
-    return [(ask.node_idx, request.gpu_ids[ask.node_idx]) for ask in request.asks]
-
-
-def exchange(request: Request, on: Mapping[int, str], fillers: Fillers, *, deadline: float) -> list[Reserved]:
-    """Release the requested GPUs and place the groups on them. Leave and return none if Ray gave them other GPUs."""
-    # Logical nodes that share a node take turns, or Ray might swap their GPUs.
-    sharing = group_pairs((on[ask.node_idx], ask) for ask in request.asks)
-    made: list[Reserved] = []
-    with remove_on_error(lambda: [reserved.group for reserved in made]):
-        for turn in itertools.zip_longest(*sharing.values()):
-            asks = tuple(ask for ask in turn if ask is not None)
-            remove([fillers[on[ask.node_idx]][gpu] for ask in asks for gpu in request.gpu_ids[ask.node_idx]])
-            chosen = {ask.node_idx: (on[ask.node_idx],) * ask.count for ask in asks}
-            placed = place(replace(request, asks=asks), chosen, deadline=deadline) or ()
-            made += placed
-            got: dict[int, set[str]] = {}
-            for reserved, ids in zip(placed, accelerator_ids(placed, deadline=deadline), strict=True):
-                for node_idx, of_bundle in zip(reserved.node_idx, ids, strict=True):
-                    got.setdefault(node_idx, set()).update(of_bundle["GPU"])
-            if got != {ask.node_idx: request.gpu_ids[ask.node_idx] for ask in asks}:
-                remove([reserved.group for reserved in made])
-                return []
-    return sorted(made, key=lambda reserved: reserved.node_idx[0])
-
-
-def _shown(nodes: Sequence[Node], owned: Ids, free: Ids) -> list[Node]:
-    """Return the nodes with their GPU ids as resources, all of them free where nothing else is known."""
-    return [
-        replace(
-            node,
-            total={**node.total, **_as_resources(owned[node.node_id])},
-            free={**node.free, **_as_resources(free.get(node.node_id, owned[node.node_id]))},
-        )
-        for node in nodes
-    ]
+    totals = [{**node.total, **_as_resources(owned[node.node_id])} for node in nodes]
+    return decide(
+        asks, [replace(node, total=all_, free=all_) for node, all_ in zip(nodes, totals, strict=True)]
+    ).verdict
 
 
 def _as_resources(gpu_ids: Iterable[str]) -> dict[str, float]:
@@ -150,11 +132,12 @@ def _refuse(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdic
     """Return why no node has the GPUs of a request even when it is idle."""
     has = [f"{_name(node)} has {_ids(owned[node.node_id])}" for node in nodes if owned[node.node_id]]
     listed = "; ".join([*has[:SHOWN], *(["..."] if len(has) > SHOWN else [])]) or "no node has a GPU"
-    for node_idx, ids in _wanted(request):
+    for ask in request.asks:
+        ids = request.gpu_ids[ask.node_idx]
         if not any(ids <= owned[node.node_id] for node in nodes):
             missing = ids.difference(*(owned[node.node_id] for node in nodes))
             what = f"No node has GPU {_ids(missing)}" if missing else f"No single node has the GPUs {_ids(ids)}"
-            why = f"{what}, asked for logical node {node_idx}: {listed}."
+            why = f"{what}, asked for logical node {ask.node_idx}: {listed}."
             return Refusal(why, "Ask for ids that one node has (gpu_ids).", "impossible")
     is_proven = verdict == "impossible"
     return Refusal(
@@ -165,18 +148,14 @@ def _refuse(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdic
     )
 
 
-def _explain_busy(request: Request, nodes: Sequence[Node], owned: Ids, free: Ids) -> Refusal:
-    """Return why a request has no place. `free` are the GPUs of the nodes that have been looked at."""
+def _explain_busy(ask: Ask, missing: Sequence[tuple[Node, frozenset[str]]]) -> Refusal:
+    """Return why a logical node has no place, from the GPUs that are not free on each node that has them."""
     reasons = []
-    for node_idx, ids in _wanted(request):
-        # A node with too few free GPUs is not looked at.
-        few = {node.node_id: frozenset[str]() for node in nodes if node.free.get("GPU", 0) < len(ids)}
-        missing = [(node, ids - (few | free).get(node.node_id, ids)) for node in nodes if ids <= owned[node.node_id]]
-        for node, gone in missing[:SHOWN] if all(gone for _, gone in missing) else ():
-            are_not = "is not" if len(gone) == 1 else "are not all"
-            reasons.append(
-                f"GPU {_ids(gone)}, asked for logical node {node_idx}, {are_not} free on {_name(node)}, see below"
-            )
+    for node, gone in missing[:SHOWN] if all(gone for _, gone in missing) else ():
+        are_not = "is not" if len(gone) == 1 else "are not all"
+        reasons.append(
+            f"GPU {_ids(gone)}, asked for logical node {ask.node_idx}, {are_not} free on {_name(node)}, see below"
+        )
     if reasons:
         why = f" for particular GPUs. {'. '.join(reasons)}. Release them, ask for others (gpu_ids),"
         return Refusal(why, of_gpus=True)
@@ -207,20 +186,15 @@ def read_gpu_ids(nodes: Sequence[Node], *, deadline: float) -> Ids:
 
 
 @contextlib.contextmanager
-def hold_free_gpus(nodes: Sequence[Node], *, deadline: float) -> Iterator[Fillers]:
-    """Hold every whole GPU that is free on the nodes, each in a placement group of its own, until the block ends.
-
-    Yields the groups by node id and GPU id. The block may remove some of them earlier.
-    """
-    where = [node.node_id for node in nodes for _ in range(int(node.free.get("GPU", 0)))]
-    bundle = {"GPU": 1.0}
-    groups = create_groups([pin_bundles("", [(node_id, bundle)]) for node_id in where], deadline=deadline)
+def hold_free_gpus(node: Node, deadline: float) -> Iterator[dict[str, PlacementGroup]]:
+    """Hold every whole GPU that is free on a node until the block ends; yield the groups by GPU id."""
+    bundle, pin = {"GPU": 1.0}, {"ray.io/node-id": node.node_id}
+    options = {"name": "", "bundles": [bundle], "bundle_label_selector": [pin]}
+    groups = create_groups([options] * int(node.free.get("GPU", 0)), deadline=deadline)
     with contextlib.ExitStack() as stack:
         stack.callback(remove, list(groups))
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.
         remove([group for group, node_ids in groups.items() if node_ids is None])
         placed = [Reserved(group, (0,), node_ids, (bundle,)) for group, node_ids in groups.items() if node_ids]
-        held: dict[str, dict[str, PlacementGroup]] = {node.node_id: {} for node in nodes}
-        for filler, (ids,) in zip(placed, accelerator_ids(placed, deadline=deadline), strict=True):
-            held[filler.node_ids[0]][ids["GPU"][0]] = filler.group
-        yield held
+        ids = accelerator_ids(placed, deadline=deadline)
+        yield {held["GPU"][0]: filler.group for filler, (held,) in zip(placed, ids, strict=True)}

@@ -20,20 +20,16 @@ from .._nodes.head import alive_nodes, ask_head, wait_until
 from .._ray_private import abandoned_groups, connection, free_per_node
 from ..exceptions import PlacementError, PlacementTimeoutError
 
-# Ray has at least so many seconds to place groups for which the nodes have room: a raylet may be busy for some of them,
-# and Ray places one group after the other.
+# Ray has at least so many seconds to place groups for which the nodes have room: a raylet may be busy.
 PLACING_S = 30.0
 # A group that lacks room for this long has lost a race. Ray's own views of what is free differ for some moments.
 NO_ROOM_S = 1.0
 # What Ray reports of a group that it is about to place. In any other state it has found no room, and will try again.
 _ON_ITS_WAY = ("QUEUED", "SCHEDULING_STARTED", "FINISHED")
-# Up to so many groups are looked up one by one, and more of them in Ray's table, which lists every group since the
-# cluster has started.
+# More groups than this are looked up in Ray's table, which lists every group since the cluster has started.
 ASKED_ALONE = 16
 # The names of groups that this package creates.
 _NAME = re.compile(r".*-[0-9a-f]{8}")
-# A bundle: the id of its node, and what it holds there.
-Pinned = tuple[str, Mapping[str, float]]
 # Raises if the program does not want what is being waited for any more.
 Check = Callable[[], object]
 # Returns whether no node will come for one of these groups, for which there is no room now.
@@ -57,11 +53,7 @@ Placed = tuple[Reserved, ...]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request has no room.
-
-    If others hold what it needs, the error is "Waited 1.0 s", then `why`, in which "{holders}" stands for them, and
-    then the advice to wait longer. Otherwise it consists of `why` and `advice`.
-    """
+    """A request has no room. `why` is a part of the error, in which "{holders}" stands for those who hold it."""
 
     why: str
     advice: str = ""
@@ -96,17 +88,17 @@ def place(
         # When a node is lost, Ray parks a pinned group: it does not look for another node, nor spin its scheduler.
         options: dict[str, Any] = {} if plan else {"strategy": batch[0].strategy}
         options["name"] = f"{request.name or 'fairlead'}-{batch[0].node_idx}"
-        options["bundles"] = [dict(ask.bundle) for ask in batch for _ in range(ask.count)]
+        bundles = [(ask, index) for ask in batch for index in range(ask.count)]
+        options["bundles"] = [dict(ask.bundle) for ask, _ in bundles]
         options["bundle_label_selector"] = [
             # Ray does not accept a space in a condition.
             {"ray.io/node-id": plan[ask.node_idx][index]}
             if plan
             else {key: text.replace(" ", "") for key, text in ask.labels.items()}
-            for ask in batch
-            for index in range(ask.count)
+            for ask, index in bundles
         ]
         described.append(options)
-        numbers.append(tuple(ask.node_idx for ask in batch for _ in range(ask.count)))
+        numbers.append(tuple(ask.node_idx for ask, _ in bundles))
     placed = create_groups(described, deadline=deadline, check=check, give_up=give_up)
     if None in placed.values():
         remove(list(placed))
@@ -115,42 +107,12 @@ def place(
     return tuple(Reserved(group, number, nodes or (), options["bundles"]) for (group, nodes), number, options in parts)
 
 
-def place_pinned(wanted: Mapping[str, Sequence[Pinned]], *, deadline: float = 0.0) -> tuple[PlacementGroup, ...] | None:
-    """Create placement groups whose bundles are pinned to nodes.
-
-    When a node is lost, Ray then parks its group: it does not look for another node, nor spin its scheduler.
-
-    Args:
-        wanted: the bundles of each group, by the prefix of the group's name. A bundle is the id of its node and what it
-            holds there.
-        deadline: as for `wait_placed`.
-
-    Returns:
-        The groups in this order, all placed; None, with nothing left behind, if Ray cannot place them.
-    """
-    placed = create_groups([pin_bundles(name, bundles) for name, bundles in wanted.items()], deadline=deadline)
-    if None in placed.values():
-        remove(list(placed))
-        return None
-    return tuple(placed)
-
-
-def pin_bundles(name: str, bundles: Sequence[Pinned]) -> dict[str, Any]:
-    """Return Ray's options of a group whose bundles are pinned to nodes."""
-    return {
-        "name": name,
-        "bundles": [dict(bundle) for _, bundle in bundles],
-        "bundle_label_selector": [{"ray.io/node-id": node_id} for node_id, _ in bundles],
-    }
-
-
 def create_groups(
     described: Sequence[Mapping[str, Any]], *, deadline: float, check: Check = allow, give_up: GiveUp | None = None
 ) -> dict[PlacementGroup, tuple[str, ...] | None]:
     """Create groups from Ray's options, and wait as `wait_placed` does; return the node ids of the bundles of each.
 
-    None stands for the nodes of a group that Ray has not placed, which the caller removes. If this fails, also by an
-    interrupt, all groups are removed.
+    They are None for a group that Ray has not placed, which the caller removes. If this fails, all groups are removed.
     """
     made: list[PlacementGroup] = []
     try:
@@ -172,8 +134,7 @@ def create_groups(
 
 def _remove_late(group: PlacementGroup) -> None:
     """Remove a group whose creation is not awaited any more."""
-    # If a group is removed while its node prepares a bundle, Ray may never free the bundle's resources: 3 of 40 times
-    # with Ray 2.60 when the group was removed immediately, never after this wait.
+    # If a group is removed while its node prepares a bundle, Ray (2.60) may never free the bundle's resources.
     try:
         ids = {group.id.hex()}
         wait_until(
@@ -255,10 +216,7 @@ def is_moved_by_ray(group: PlacementGroup) -> bool:
 
 
 def find_abandoned() -> dict[PlacementGroup, str]:
-    """Return the groups, with their names, that dead actors of this job have left and that no actor uses.
-
-    An actor that Ray has restarted is another process, so its earlier groups are among them.
-    """
+    """Return the groups, with their names, that dead actors of this job have left and that no actor uses."""
     left = ask_head("look for groups of dead actors", abandoned_groups)
     return {
         PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))): name
@@ -268,14 +226,9 @@ def find_abandoned() -> dict[PlacementGroup, str]:
 
 
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:
-    """Remove placement groups and wait until Ray has their resources back. Does nothing if Ray has ended.
+    """Remove placement groups, and return whether Ray had their resources back within `timeout_s` seconds.
 
-    Args:
-        groups: the placement groups.
-        timeout_s: seconds to wait for the resources.
-
-    Returns:
-        Whether Ray had the resources within `timeout_s` seconds.
+    Does nothing if Ray has ended.
 
     Raises:
         HeadTimeoutError: Ray's head does not answer. The groups are removed in the background once it does.

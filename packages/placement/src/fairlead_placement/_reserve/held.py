@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,18 +38,11 @@ class Held:
     """The resources of a cluster between its reservation and its shutdown. Each change makes another one."""
 
     on: object  # the connection to Ray
-    at: float
-    # The slots by numbers that stay the same when slots are added, replaced and released; views keep the numbers.
-    places: Mapping[int, Slot]
-    next_place: int
+    # Those of the first reservation in physical order, then those of each extension.
+    slots: tuple[Slot, ...]
     # One dictionary for the whole reservation. Any thread adds to it, by single operations.
     leases: dict[PortLease, None] = field(default_factory=dict)
     watcher: str | None = None  # for which the agents of the nodes sample memory
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The slots: those of the first reservation in physical order, then those of each extension."""
-        return tuple(self.places.values())
 
     @property
     def node_ids(self) -> list[str]:
@@ -69,9 +62,9 @@ class Held:
 
 @dataclass(eq=False)
 class Holding:
-    """The request and the resources of a virtual cluster. The cluster's finalizer refers to it, and it not to that.
+    """The request and the resources of a virtual cluster, both of them values that one thread at a time replaces.
 
-    One thread at a time changes them, and waits for resources meanwhile. Both are values that a change replaces.
+    The finalizer of the cluster refers to it, so it does not refer to the cluster.
     """
 
     request: Request
@@ -85,7 +78,7 @@ class Holding:
 
     @contextlib.contextmanager
     def _change(self, timeout_s: float, advice: str = ", or wait longer (timeout_s)") -> Iterator[Callable[[], None]]:
-        """Be the one to change what is held; yield a function that raises if a shutdown has begun since."""
+        """Keep other threads from changing what is held; yield a function that raises if a shutdown has begun since."""
         check, began = functools.partial(self._check, self._shutdowns), time.monotonic()
         if not self._changing.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise PlacementTimeoutError(
@@ -122,9 +115,9 @@ class Holding:
             if self.held is not None:
                 return
             on, watcher = connection(), uuid.uuid4().hex if self.monitor_memory else None
-            places = dict(enumerate(reserve(request, check=check)))
+            slots = reserve(request, check=check)
             self.request = request
-            self.held = Held(on=on, at=time.time(), places=places, next_place=len(places), watcher=watcher)
+            self.held = Held(on=on, slots=slots, watcher=watcher)
             try:
                 check()  # a signal handler may have found nothing to release
                 if watcher is not None:
@@ -138,10 +131,10 @@ class Holding:
         deadline = time.monotonic() + timeout_s
         with head_deadline(timeout_s):
             placed = read_placed(groups, deadline=deadline)
-            places = dict(enumerate(slots_of(placed, self.request.capacity, deadline=deadline)))
+            slots = slots_of(placed, self.request.capacity, deadline=deadline)
         asks = [replace(ask, bundle=held.bundles[0]) for ask, held in zip(self.request.asks, placed, strict=True)]
         self.request = replace(self.request, asks=tuple(asks))
-        self.held = Held(on=connection(), at=time.time(), places=places, next_place=len(places))
+        self.held = Held(on=connection(), slots=slots)
         self.is_adopted = True
 
     def extend(
@@ -164,14 +157,11 @@ class Holding:
             amounts: dict[str, Counter[str]] = {}
             for slot in held.slots:
                 amounts.setdefault(slot.node_id, Counter()).update(bundles[slot.node_idx])
-            slots = reserve(part, functools.partial(self._find_usable, held.slots, first), amounts, check)
+            slots = reserve(part, held=amounts, check=check)
             with remove_on_error(lambda: [slot.placement_group for slot in slots]):
                 self._held_now(check)
-                numbers = [*held.places, *range(held.next_place, held.next_place + len(slots))]
-                places = dict(zip(numbers, number_slots((*held.slots, *slots)), strict=True))
                 self.request = replace(self.request, asks=(*self.request.asks, *asks))
-                self.held = replace(held, places=places, next_place=held.next_place + len(slots))
-            self._watch(held, self.held)
+                self.held = replace(held, slots=number_slots((*held.slots, *slots)))
             return tuple(ask.node_idx for ask in asks)
 
     def release(self, wanted: AbstractSet[int]) -> bool:
@@ -182,13 +172,6 @@ class Holding:
             used = {slot.node_idx for slot in before.slots}
             if not wanted <= used:
                 raise IndexError(f"logical node(s) {sorted(wanted - used)} are not in use; these are: {sorted(used)}")
-            whole: list[tuple[object, int]] = [(slot.placement_group.id, slot.node_idx) for slot in before.slots]
-            if request.segment_size:
-                whole += [(number, node_idx) for node_idx, number in self._segments().items()]
-            for nodes in map(set, group_pairs(whole).values()):
-                if nodes & wanted and not nodes <= wanted:
-                    why = "one placement group" if request.unified else "one segment"
-                    raise ValueError(f"logical nodes {sorted(nodes)} are in {why}: release all of them or none")
             if names := close_slots([slot for slot in before.slots if slot.node_idx in wanted]):
                 raise PlacementError(
                     f"Logical node(s) {sorted(wanted)} of {request.name!r} cannot be released: worker group(s) "
@@ -197,8 +180,8 @@ class Holding:
             asks = tuple(replace(ask, count=0) if ask.node_idx in wanted else ask for ask in request.asks)
             gpu_ids = {node_idx: gpus for node_idx, gpus in request.gpu_ids.items() if node_idx not in wanted}
             self.request = replace(request, asks=asks, gpu_ids=gpu_ids)
-            rest = {place: slot for place, slot in before.places.items() if slot.node_idx not in wanted}
-            self.held = replace(before, places=dict(zip(rest, number_slots(rest.values()), strict=True)))
+            rest = number_slots(slot for slot in before.slots if slot.node_idx not in wanted)
+            self.held = replace(before, slots=rest)
             return self._return(before, self.held, deadline)
 
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
@@ -206,77 +189,60 @@ class Holding:
         deadline = time.monotonic() + timeout_s
         with self._change(timeout_s) as check:
             alive, before = alive_nodes(), self._held_now(check)
-            lost = {place: slot for place, slot in before.places.items() if slot.node_id not in alive}
+            lost = dict.fromkeys(slot for slot in before.slots if slot.node_id not in alive)
             if not lost:
                 return ()
             staying = [slot for slot in before.slots if slot.node_id in alive]
             used = {slot.placement_group.id for slot in staying}
-            chosen = {place: slot for place, slot in lost.items() if is_moved_by_ray(slot.placement_group)}
-            moved = {place: slot for place, slot in chosen.items() if slot.placement_group.id in used}
-            gone = {place: slot for place, slot in lost.items() if place not in moved}
-            # Ray would look for nodes for these without a pause, and nothing of them is left.
-            remove(before.groups_of(slot for place, slot in chosen.items() if place not in moved))
+            chosen = [slot for slot in lost if is_moved_by_ray(slot.placement_group)]
+            moved = [slot for slot in chosen if slot.placement_group.id in used]
+            # Ray would look for nodes for the others without a pause, and nothing of them is left.
+            remove(before.groups_of(slot for slot in chosen if slot not in moved))
             new: list[Slot] = []
             with remove_on_error(lambda: [slot.placement_group for slot in new]):
-                for asks, segment_size in self._batches(gone.values(), staying):
+                for node_idx, count in Counter(slot.node_idx for slot in lost if slot not in moved).most_common():
                     left_s = max(0.0, deadline - time.monotonic())
                     # A new node may be on its way: callers wait for one after a loss.
                     part = replace(
                         self.request,
-                        asks=asks,
-                        segment_size=segment_size,
+                        asks=(replace(self.request.asks[node_idx], count=count),),
+                        segment_size=None,
                         timeout_s=left_s,
                         wait_for_nodes_s=left_s,
                         unified=False,
                         timeout_name="timeout_s",
                     )
-                    usable = functools.partial(self._find_usable, [*staying, *new], asks[0].node_idx)
+                    usable = functools.partial(self._find_usable, [*staying, *new], node_idx)
                     new += reserve(part, usable, check=check)
-                places = {**replace_slots(before.places, gone, new), **self._find_moved(moved, deadline=deadline)}
+                slots = replace_slots(before.slots, lost, [*new, *self._find_moved(moved, deadline=deadline)])
                 self._held_now(check)
-                held = replace(before, places=dict(zip(places, number_slots(places.values()), strict=True)))
-                self.held = held
+                held = self.held = replace(before, slots=number_slots(slots))
             self._return(before, held, time.monotonic() + GIVE_BACK_S)  # groups that have lost all their bundles
-            return tuple(held.places[place] for place in lost)
+            return tuple(slot for slot, old in zip(held.slots, before.slots, strict=True) if old in lost)
 
-    def _segments(self) -> dict[int, int]:
-        """Return the number of each logical node's segment; without segments, each has its own."""
+    def _find_usable(self, slots: Sequence[Slot], node_idx: int, nodes: Sequence[Node]) -> list[Node]:
+        """Return the nodes that a logical node can use beside some slots."""
+        size = self.request.segment_size
+        if not (size or self.request.unified):
+            return list(nodes)
+        # Every logical node is on a physical node of its own, and in the domain of its segment.
         used = [ask.node_idx for ask in self.request.asks if ask.count]
-        return {node_idx: number // (self.request.segment_size or 1) for number, node_idx in enumerate(used)}
-
-    def _batches(self, lost: Iterable[Slot], staying: Sequence[Slot]) -> list[tuple[tuple[Ask, ...], int | None]]:
-        """Return the requests that replace slots, in those that are placed together, with their segment size.
-
-        These are single logical nodes, the most demanding first, and then segments that have lost all their nodes.
-        """
-        counts, segment, size = Counter(slot.node_idx for slot in lost), self._segments(), self.request.segment_size
-        left = {segment[slot.node_idx] for slot in staying}
-        asks = [replace(ask, count=counts[ask.node_idx]) for ask in self.request.asks if ask.node_idx in counts]
-        single = [ask for ask in asks if size is None or segment[ask.node_idx] in left]
-        whole = group_pairs((segment[ask.node_idx], ask) for ask in asks if ask not in single).values()
-        return [
-            *(((ask,), None) for ask in sorted(single, key=lambda ask: -ask.count)),
-            *((tuple(batch), size) for batch in whole),
-        ]
-
-    def _find_usable(self, slots: Sequence[Slot], first: int, nodes: Sequence[Node]) -> list[Node]:
-        """Return the nodes that logical nodes, of which this is the first, can use beside some slots."""
-        is_apart, segment = self.request.unified or self.request.segment_size, self._segments()
-        # With these, every logical node is on a physical node of its own, and in the domain of its segment.
-        taken = {slot.node_id for slot in slots} if is_apart else set()
-        near = {slot.node_id for slot in slots if segment[slot.node_idx] == segment.get(first)} & taken
-        domains = {node_place(node)[0] for node in nodes if self.request.segment_size and node.node_id in near}
+        segment = {other: number // (size or 1) for number, other in enumerate(used)}
+        near = {slot.node_id for slot in slots if segment[slot.node_idx] == segment[node_idx]}
+        domain_of = {node.node_id: node_place(node)[0] for node in nodes}
+        domains = {domain_of[node_id] for node_id in near & domain_of.keys()} or set(domain_of.values()) - {""}
+        taken = {slot.node_id for slot in slots}
         free = [node for node in nodes if node.node_id not in taken]
-        return [node for node in free if node_place(node)[0] in domains] if domains else free
+        return [node for node in free if domain_of[node.node_id] in domains] if size else free
 
-    def _find_moved(self, lost: Mapping[int, Slot], *, deadline: float) -> dict[int, Slot]:
-        """Return the slots of groups whose nodes Ray chooses, by place, once it has placed the lost bundles again."""
+    def _find_moved(self, lost: Sequence[Slot], *, deadline: float) -> list[Slot]:
+        """Return the slots of groups whose nodes Ray chooses, once it has placed the lost bundles again."""
         if not lost:
-            return {}
-        groups = list({slot.placement_group.id: slot.placement_group for slot in lost.values()}.values())
+            return []
+        groups = list({slot.placement_group.id: slot.placement_group for slot in lost}.values())
         placed = read_placed(groups, deadline=deadline)
         slots = {slot.key: slot for slot in slots_of(placed, self.request.capacity, deadline=deadline)}
-        return {place: replace(slots[slot.key], node_idx=slot.node_idx) for place, slot in lost.items()}
+        return [replace(slots[slot.key], node_idx=slot.node_idx) for slot in lost]
 
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
         """Lease a port on the node of each slot until everything is released."""
@@ -299,23 +265,13 @@ class Holding:
                 held.leases.pop(lease, None)
         logger.warning("Cluster %r: %s", self.request.name, describe_lost(leases, why))
 
-    def _watch(self, before: Held, held: Held | None) -> None:
-        """Have the memory of the present nodes sampled, instead of those that were held before."""
-        if before.watcher is None:
-            return
-        old, present = set(before.node_ids), held.node_ids if held else []
-        unwatch(old.difference(present), before.watcher)
-        if new := [node_id for node_id in present if node_id not in old]:
-            # A new node whose agent does not answer now is watched from the next `usage` on.
-            with contextlib.suppress(PlacementError):
-                read_usage(new, before.watcher)
-
     def _return(self, before: Held, held: Held | None, deadline: float) -> bool:
         """Return what was held before and is not any more, and return whether Ray had the resources back in time."""
         slots = held.slots if held else ()
         staying = {slot.node_id for slot in slots}
         try:
-            self._watch(before, held)
+            if before.watcher is not None:  # new nodes are watched from the first `get_resource_usage` on
+                unwatch(set(before.node_ids) - staying, before.watcher)
             leases = [lease for lease in list(before.leases) if lease.node_id not in staying]
             for lease in leases:
                 before.leases.pop(lease, None)
@@ -333,8 +289,7 @@ class Holding:
     def give_back(self) -> bool:
         """Release ports and groups within `GIVE_BACK_S`, and return whether Ray had the resources back in time.
 
-        Whatever another thread waits for ends. In the middle of a reservation of the same thread, as from a signal
-        handler, nothing can be released yet, and the error says so: the reservation fails and releases it.
+        What another thread waits for ends. In the middle of a reservation of the same thread nothing can be released.
         """
         deadline = time.monotonic() + GIVE_BACK_S
         self._shutdowns += 1
@@ -363,10 +318,10 @@ class Holding:
         )
 
 
-def replace_slots(places: Mapping[int, Slot], lost: Iterable[int], new: Sequence[Slot]) -> dict[int, Slot]:
+def replace_slots(slots: Sequence[Slot], lost: Container[Slot], new: Sequence[Slot]) -> list[Slot]:
     """Put each new slot in the place of a lost one of its logical node."""
     of_logical_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))
-    return {**places, **{place: of_logical_node[places[place].node_idx].pop() for place in lost}}
+    return [of_logical_node[slot.node_idx].pop() if slot in lost else slot for slot in slots]
 
 
 def not_returned(what: str) -> PlacementError:

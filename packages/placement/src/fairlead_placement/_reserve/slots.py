@@ -20,8 +20,8 @@ from .groups import Check, Reserved, allow
 
 # Their ids, by the name of the resource.
 Accelerators = Mapping[str, tuple[str, ...]]
-# A task that reports an id has to start a process, for which a busy node may need a minute. It gets this long even when
-# the reservation's own time is used up: the resources are held by then.
+# A task that reports an id gets this long, even when the reservation's own time is used up: a busy node may need a
+# minute to start a process, and the resources are held by then.
 LEAST_S = 60.0
 # How often a wait for these tasks looks whether it should end.
 LOOK_S = 0.5

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import ray
 
-from .._model import Ask, Node, Request, Verdict, group_pairs
+from .._model import Node, Request, Verdict
 from .._nodes.head import alive_nodes, ask_head, read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
 from .._ray_private import draining_nodes, infeasible_groups
@@ -37,22 +37,6 @@ def examine(request: Request) -> ReservationReport:
     return ReservationReport(asks, nodes, read_holders(), verdict, plan or {})
 
 
-def examine_reserved(asks: Sequence[Ask], slots: Sequence[Slot], reserved_at: float) -> ReservationReport:
-    """Return what the given slots of a reservation hold, and where."""
-    on_nodes = group_pairs((slot.node_idx, slot.node_id) for slot in slots)
-    where = {node_idx: tuple(node_ids) for node_idx, node_ids in on_nodes.items()}
-    return ReservationReport(
-        # A view has some of the slots only.
-        asks=tuple(replace(ask, count=len(where[ask.node_idx])) for ask in asks if ask.node_idx in where),
-        nodes=read_nodes(),
-        holders=read_holders(),
-        verdict="reserved",
-        plan=where,
-        reserved_at=reserved_at,
-        lost=tuple(sorted({slot.node_id for slot in slots} - alive_nodes())),
-    )
-
-
 def reserve(
     request: Request,
     find_usable: Callable[[Sequence[Node]], Sequence[Node]] = list,
@@ -61,11 +45,8 @@ def reserve(
 ) -> tuple[Slot, ...]:
     """Place a request, again and again until it succeeds or its time is up, and return its slots.
 
-    Args:
-        request: the request.
-        find_usable: chooses among the present nodes before each attempt.
-        held: by node id, what the cluster that is extended holds, even when the planner counts nodes as idle.
-        check: is called during the wait, and raises if that should end.
+    `find_usable` chooses among the present nodes before each attempt. `held` is what the cluster that is extended holds
+    of each node. `check` is called during the wait, and raises if that should end.
     """
     request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
     began = time.monotonic()
