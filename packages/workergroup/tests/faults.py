@@ -35,7 +35,7 @@ from fairlead_workergroup._observe import (
 )
 from fairlead_workergroup._remote import process, progress, reaper
 from fairlead_workergroup._start import builder, launch
-from fairlead_workergroup._transport import replies, wait
+from fairlead_workergroup._transport import replies
 
 Patch = pytest.MonkeyPatch
 
@@ -93,7 +93,7 @@ def limit_waits_for_room(patch: Patch, seconds: float) -> None:
 
 def report_late_workers_every(patch: Patch, seconds: float) -> None:
     """Let a wait for workers look at this interval at the clock, and at the workers that are late."""
-    patch.setattr(wait, "REPORT_EVERY_S", seconds)
+    patch.setattr(replies, "REPORT_EVERY_S", seconds)
 
 
 def longest_shutdown(timeout_s: float) -> float:
@@ -293,11 +293,6 @@ def changing(group: Any) -> Iterator[None]:
         yield
     finally:
         group._core.end_change()
-
-
-def send_in_turn(group: Any, act: Callable[[], object]) -> None:
-    """Call a function at the moment at which a group submits a call."""
-    group._core._take_turn(act)
 
 
 def find_unfinished(call: Any) -> list[int]:

@@ -109,18 +109,20 @@ def test_request_of_the_present_change(membership):
 @pytest.fixture
 def core(membership):
     """Return what sends the calls of the group."""
-    return Core(membership._roster, None, membership, None)
+    made = Core(membership._roster, None, membership, None)
+    made._submit = lambda call: call.submit()
+    return made
 
 
-def take_turn(core, **options):
-    return core._take_turn(lambda: "sent", **options)
+def make_call(submit=lambda: "sent", *, is_hook=False):
+    return SimpleNamespace(submit=submit, is_hook=is_hook)
 
 
 def test_call_while_a_call_is_sent(core):
     """A signal handler that makes a call while its thread sends one is refused, instead of waiting for itself."""
     with pytest.raises(WorkerGroupError, match="Set a flag in the handler"):
-        core._take_turn(lambda: take_turn(core))
-    assert take_turn(core) == "sent"
+        core._try(make_call(lambda: core._try(make_call())))
+    assert core._try(make_call()) == "sent"
 
 
 def test_call_of_a_finalizer_while_its_thread_changes_the_group(core, membership):
@@ -130,7 +132,7 @@ def test_call_of_a_finalizer_while_its_thread_changes_the_group(core, membership
     def call():
         core.begin_change()
         with pytest.raises(WorkerGroupError, match="finalizer") as caught:
-            take_turn(core)
+            core._try(make_call())
         refused.append(caught.value)
         core.end_change()
 
@@ -142,7 +144,7 @@ def test_calls_during_a_change(core):
     """Calls wait while a change begins an epoch, except those of the change itself."""
     core.begin_change()
     assert not core.wait_for_turn(Deadline.after(0.01))
-    assert take_turn(core, is_hook=True) == "sent"
+    assert core._try(make_call(is_hook=True)) == "sent"
     results = []
     waiting = threading.Thread(target=lambda: results.append(core.wait_for_turn(NEVER)))
     waiting.start()
