@@ -415,15 +415,6 @@ def note_deadlines_of_a_start(patch: Patch, *, takes_s: float) -> list[float]:
     return given
 
 
-def interrupt_starts(patch: Patch) -> None:
-    """Let Ctrl-C come when a change starts workers."""
-
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    patch.setattr(launcher.Launcher, "start", interrupt)
-
-
 def end_actors(actors: Sequence[Any]) -> list[str]:
     """End actors as a group ends workers that have not reported; return descriptions of what is left."""
     return shutdown.kill_and_wait(

@@ -244,7 +244,11 @@ def test_changes_in_a_row(local_ray, eventually):
         assert ray.get(call_pid.remote(handle)) == pids
         assert handle.call("pid").result() == pids
         kill(group, 1)
-        for change in (group.restart_failed_workers, lambda: group.replace([0]), lambda: group.resize(dp=3)):
+        for change in (
+            group.restart_failed_workers,
+            lambda: group.restart([0], elsewhere=True),
+            lambda: group.resize(dp=3),
+        ):
             change()
             assert (before := pids) != (pids := group.call("pid").result())
             assert eventually(lambda pids=pids: finds(handle, pids), 60), before

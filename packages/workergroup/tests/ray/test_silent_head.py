@@ -100,8 +100,8 @@ def make_group_calls():
         "inspect": (lambda group: group.inspect().epoch, 0),
         "master_address": READ,
         "master_port": READ,
-        "replace": (lambda group: group.replace([0], timeout=LIMIT_S), (HeadTimeoutError, ResizeTimeoutError)),
         "resize": (lambda group: group.resize(worker=3, timeout=LIMIT_S), (HeadTimeoutError, ResizeTimeoutError)),
+        "restart": (lambda group: group.restart([0], timeout=LIMIT_S), (HeadTimeoutError, ResizeTimeoutError)),
         "restart_failed_workers": (lambda group: group.restart_failed_workers(), HeadTimeoutError),
         "run_all_workers_multiple_data": (run_classic("run_all_workers_multiple_data", [1, 2]), [1, 2]),
         "run_all_workers_sharded_data": (
@@ -283,7 +283,7 @@ CHANGE_S = 20.0
 CHANGES = {
     "restart": lambda group: group.restart_failed_workers(),
     "resize": lambda group: group.resize(worker=5 - group.world_size, timeout=CHANGE_S),
-    "replacement": lambda group: group.replace([1], timeout=CHANGE_S),
+    "move": lambda group: group.restart([1], elsewhere=True, timeout=CHANGE_S),
 }
 # What comes of each change if the head stops answering as a phase begins, and the ranks that are lost by it.
 OUTCOMES = {
@@ -291,15 +291,15 @@ OUTCOMES = {
     "waiting for calls before a change": {
         "restart": (HeadTimeoutError, []),
         "resize": (int, []),
-        "replacement": (HeadTimeoutError, []),
+        "move": (HeadTimeoutError, []),
     },
     # The old processes end, and Ray starts no others.
     "replacing processes": {
         "restart": (WorkerFailureError, []),
         "resize": (int, []),
-        "replacement": (WorkerFailureError, [1]),
+        "move": (WorkerFailureError, [1]),
     },
-    "delivering facts": {"restart": (list, []), "resize": (int, []), "replacement": (int, [])},
+    "delivering facts": {"restart": (list, []), "resize": (int, []), "move": (list, [])},
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of the members of a group without Ray: their phases and their order, and moves of ranks."""
+"""Changes of the members of a group without Ray: their phases and their order, and restarts of ranks."""
 
 import threading
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup
 from fairlead_placement import HeadTimeoutError, Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup._calls.core import Core
-from fairlead_workergroup._elastic.replace import Replace
+from fairlead_workergroup._elastic.restart import RestartRanks
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.model import Started
 from fairlead_workergroup._membership.operations import RestartPolicy, Start
@@ -79,25 +79,6 @@ def test_deadline(membership, busy):
     busy.set()
     assert membership.begin(Act("the next", lambda: None)).wait(Deadline.after(20))
     assert not ran
-
-
-def test_interrupt_as_an_operation_begins(membership, busy, monkeypatch):
-    """An operation whose caller is interrupted is undone, also if it leaves the queue at that moment."""
-    begun, undone = threading.Event(), threading.Event()
-    operation = Act("a wish", lambda: (begun.set(), undone.wait(60)))
-    change, withdraw = membership.begin(operation), membership.withdraw
-
-    def withdraw_late(one):
-        busy.set()
-        assert begun.wait(20)
-        return withdraw(one)
-
-    monkeypatch.setattr(membership, "withdraw", withdraw_late)
-    monkeypatch.setattr(change, "cancel", undone.set)
-    membership.give_up(operation)
-    assert undone.is_set()
-    undone.set()
-    assert change.wait(Deadline.after(20))
 
 
 def test_request_of_the_present_change(membership):
@@ -197,9 +178,6 @@ class Crew:
     def find_lost(self):
         return {}
 
-    def check_alike(self):
-        pass
-
     def acquire(self, before, plan, undo, deadline):
         return SimpleNamespace(places=before.places)
 
@@ -263,7 +241,7 @@ def test_silent_head(monkeypatch):
     monkeypatch.setattr(crew, "check_head", check_head)
     monkeypatch.setattr(crew, "end", lambda ranks: pytest.fail("a process was ended"))
     with pytest.raises(HeadTimeoutError):
-        membership.change(Replace((1,)), Deadline.after(START_S))
+        membership.change(RestartRanks((1,), elsewhere=True), Deadline.after(START_S))
     now = crew.roster.now
     assert (now.epoch, now.lost, membership.phase, crew.moved) == (0, {}, Phase.SERVING, [])
 
@@ -273,6 +251,6 @@ def test_processes_that_do_not_end(monkeypatch):
     crew, membership = start_two()
     monkeypatch.setattr(crew, "end", lambda ranks: ["pid 7 on node a"])
     with pytest.raises(WorkerFailureError, match="pid 7 on node a"):
-        membership.change(Replace((1,)), Deadline.after(START_S))
+        membership.change(RestartRanks((1,), elsewhere=True), Deadline.after(START_S))
     now = crew.roster.now
     assert (now.epoch, list(now.lost), membership.phase, crew.moved) == (0, [1], Phase.SERVING, [])

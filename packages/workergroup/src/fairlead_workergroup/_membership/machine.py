@@ -74,19 +74,18 @@ class Membership(FixedMembership):
 
     def change(self, operation: Operation, deadline: Deadline = NEVER) -> Change:
         """Run an operation, and wait until it is over."""
-        try:
-            change = self.begin(operation, deadline)
-            if not change.wait(deadline):
-                with self._lock:  # if nothing is before it, its thread is about to take it, and will see the deadline
-                    is_next = self._running is None and bool(self._queue) and self._queue[0] is change
-                if not is_next and self.withdraw(operation):
-                    raise change.late_error(
-                        "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
-                    )
-                change.wait()
-        except BaseException:
-            self.give_up(operation)
-            raise
+        change = self.begin(operation, deadline)
+        if not change.wait(deadline):
+            with self._lock:
+                # If nothing is before it, its thread is about to take it, and will see the deadline.
+                waits = change in self._queue and (self._running is not None or self._queue[0] is not change)
+                if waits:
+                    self._queue.remove(change)
+            if waits:
+                raise change.late_error(
+                    "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
+                )
+            change.wait()
         return change
 
     def begin(self, operation: Operation, deadline: Deadline = NEVER, *, is_shared: bool = False) -> Change:
@@ -96,18 +95,19 @@ class Membership(FixedMembership):
                 f"{operation.name} cannot be requested by what the present change of the group waits for. Request it "
                 "when that has ended."
             )
-        with self._lock:
-            if self._roster.ending:
-                raise self._roster.ended_error()
-            under_way = [one for one in (self._running, *self._queue) if one is not None and one.is_shared]
-            if is_shared and under_way:
-                change = under_way[0]
-            else:
-                change = Change(operation, deadline, self._roster, is_shared=is_shared)
-                self._queue.append(change)
-        # For a shared one too: Ctrl-C may have come between its request and the start of the thread.
-        if self._thread is None:
-            _world.current.spawn("fairlead-change", self._serve)
+        try:
+            with self._lock:
+                if self._roster.ending:
+                    raise self._roster.ended_error()
+                under_way = [one for one in (self._running, *self._queue) if one is not None and one.is_shared]
+                if is_shared and under_way:
+                    change = under_way[0]
+                else:
+                    change = Change(operation, deadline, self._roster, is_shared=is_shared)
+                    self._queue.append(change)
+        finally:  # also after Ctrl-C: what is in the queue runs, and others may wait for it already
+            if self._queue and self._thread is None:
+                _world.current.spawn("fairlead-change", self._serve)
         return change
 
     def restart_lost(self, deadline: Deadline) -> bool:
@@ -143,22 +143,6 @@ class Membership(FixedMembership):
                 return True
             idle = self._idle
         return wait_for_event(idle, deadline)
-
-    def withdraw(self, operation: Operation) -> bool:
-        """Take an operation that has not begun out of the queue; return whether it was there."""
-        with self._lock:
-            waiting = [one for one in self._queue if one.operation is operation]
-            for one in waiting:
-                self._queue.remove(one)
-            return bool(waiting)
-
-    def give_up(self, operation: Operation) -> None:
-        """Withdraw an operation that is not awaited any more, or undo it if that can still be done."""
-        if self.withdraw(operation):
-            return
-        running = self._running  # after the look at the queue, from which the thread takes it
-        if running is not None and running.operation is operation:
-            running.cancel()
 
     def _serve(self) -> None:
         """Run operations as long as there are any; the work of a thread."""

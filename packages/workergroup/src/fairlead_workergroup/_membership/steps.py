@@ -115,7 +115,7 @@ class Steps:
             self._quiesce()
             if plan.replace:
                 crew.check_head()
-            self._change.seal()
+            self._change.check()
             self._enter(Phase.SWITCHING)
         if plan.replace:
             # The old epoch cannot continue as it was from here, so the rest has its own time.
@@ -168,7 +168,7 @@ class Steps:
             raise self._change.late_error(reason, late)
         busy = sorted(worker.rank for worker in late)
         if busy:
-            logger.warning("Rank(s) %s are replaced while they are busy.", busy)
+            logger.warning("Rank(s) %s are restarted while they are busy.", busy)
 
     def _deliver_facts(self) -> None:
         """Send the facts of the epoch to those who keep running; wait for them if all have to follow."""
@@ -284,10 +284,8 @@ class Steps:
         plan, roster = self._plan, self._roster
         if plan.resize is not None:
             logger.info("Resized %r %s.", roster.name_prefix, plan.resize)
-        moved = [rank for rank in plan.move if rank in self._ended]
-        if ranks := moved or list(self._ended):
-            verb = "Replaced" if moved else "Restarted"
-            logger.warning("%s rank(s) %s of %r.", verb, ", ".join(map(str, ranks)), roster.name_prefix)
+        if self._ended:
+            logger.warning("Restarted rank(s) %s of %r.", ", ".join(map(str, self._ended)), roster.name_prefix)
 
     def _end_leaving(self) -> None:
         """Let workers that leave finish their calls until the deadline, then end them."""
