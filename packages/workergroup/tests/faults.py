@@ -9,7 +9,9 @@ import contextlib
 import os
 import struct
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -369,23 +371,6 @@ def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], o
     _act_at_a_bar(patch, launch, ranks, act)
 
 
-def act_at_the_next_read(
-    patch: Patch, *, before: Callable[[], object] = int, after: Callable[[], object] = int
-) -> None:
-    """Let something happen before and after a handle asks once whether there is news of its group."""
-    name = "read_board"
-    function = getattr(handle, name)
-
-    def act_and_read(*args: Any, **options: Any) -> Any:
-        patch.setattr(handle, name, function)
-        before()
-        read = function(*args, **options)
-        after()
-        return read
-
-    patch.setattr(handle, name, act_and_read)
-
-
 def note_reads(patch: Patch) -> list[int]:
     """Return a list that gets an entry each time a handle reads its group."""
     reads: list[int] = []
@@ -413,6 +398,89 @@ def note_deadlines_of_a_start(patch: Patch, *, takes_s: float) -> list[float]:
     for name in ("prepare_python", "describe_class"):
         patch.setattr(launcher, name, record(getattr(launcher, name)))
     return given
+
+
+def find_running(pids: Iterable[int]) -> list[int]:
+    """Return the processes of this machine that have not ended."""
+    return [pid for pid in pids if process.start_tick(pid) >= 0]
+
+
+# The state of a group.
+
+
+def is_ending(group: Any) -> bool:
+    """Return whether a shutdown of a group has begun."""
+    return bool(group._roster.ending)
+
+
+def runs_overlapping_methods(group: Any) -> bool:
+    """Return whether the async methods of the workers of a group overlap."""
+    return bool(group._launcher.worker_class.concurrent)
+
+
+@contextlib.contextmanager
+def restarting(group: Any, rank: int) -> Iterator[None]:
+    """Let a group record that a rank is being restarted."""
+    group._roster.mark_restarting([rank])
+    group._roster.record_relaunch([rank], counted=[], together=False)
+    try:
+        yield
+    finally:
+        group._roster.mark_restarting([rank], running=False)
+
+
+def fail_to_release_the_port(group: Any) -> None:
+    """Let the agent that holds the master port of a group not answer when it should release it."""
+    lease = group._resources.lease
+
+    def release(*, timeout_s: float) -> None:
+        lease.release(timeout_s=timeout_s)
+        raise PlacementError("the agent did not answer")
+
+    group._resources.lease = SimpleNamespace(release=release)
+
+
+def publish_next_epoch(group: Any) -> None:
+    """Publish the next epoch of a group, of which its workers do not know."""
+    roster = group._resources.roster
+    now = roster.now
+    facts = [replace(one, epoch=now.epoch + 1) for one in now.facts]
+    roster.commit(epoch=now.epoch + 1, sharding=now.sharding, places=now.places, facts=facts, started=[], resize=None)
+    group._resources.registration.publish()
+
+
+def read_epoch(handle: Any, epoch: int) -> None:
+    """Let a handle wait for the publication of an epoch."""
+    handle._connect().renew(epoch)
+
+
+def act_before_publications(patch: Patch, act: Callable[[], object]) -> None:
+    """Let `act` run before a change of a group publishes its members, when the constructors have finished."""
+    publish = registration.Registration.publish
+
+    def act_and_publish(own: Any, starting: Any = None) -> None:
+        if starting is None:
+            act()
+        publish(own, starting)
+
+    patch.setattr(registration.Registration, "publish", act_and_publish)
+
+
+def send_alone(worker: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Send a function to a worker that it runs when no method runs, as a change of the group does."""
+    how = {"method": function.__name__, "function": True, "alone": 60.0}
+    return worker._fairlead_call.remote(how, ray.cloudpickle.dumps(function), *args)
+
+
+def run_in_worker(worker: Any, function: Callable[..., Any]) -> Any:
+    """Return what a function returns that a worker runs between two calls."""
+    ref = worker._fairlead_apply.remote("function", ray.cloudpickle.dumps(function))
+    return ray.get(ref, timeout=30)
+
+
+def waits_for_methods(worker: Any) -> Any:
+    """Return a reference to whether a worker lets no method begin, because a function is to run alone."""
+    return worker.__ray_call__.remote(lambda host: host._fairlead_gate is not None)
 
 
 def end_actors(actors: Sequence[Any]) -> list[str]:

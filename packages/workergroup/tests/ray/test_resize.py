@@ -7,12 +7,11 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     BrokenEpochError,
@@ -37,6 +36,8 @@ from ..calling import wait_until_published
 from ..faults import (
     act_before_calls_are_awaited,
     act_while_a_change_awaits,
+    fail_to_release_the_port,
+    is_ending,
     lose_nodes_of_guards,
     note_deadlines_of_a_start,
     report_late_workers_every,
@@ -258,7 +259,7 @@ def test_shutdown_while_agents_are_silent(cluster, monkeypatch, eventually):
             asks.append(len(ends))
             if len(asks) == 3:
                 ends.append(threads.submit(group.shutdown))
-                assert eventually(lambda: group._roster.ending)
+                assert eventually(lambda: is_ending(group))
 
         silence_guards(monkeypatch, act=shut_down)
         with pytest.raises(WorkerGroupError, match="it has been shut down"):
@@ -269,13 +270,8 @@ def test_shutdown_while_agents_are_silent(cluster, monkeypatch, eventually):
 
 def test_agent_that_keeps_a_port(group, monkeypatch, caplog):
     """An old port that an agent does not release does not break the epoch that has begun."""
-    lease, epoch = group._resources.lease, group.inspect().epoch
-
-    def release(*, timeout_s):
-        lease.release(timeout_s=timeout_s)
-        raise PlacementError("the agent did not answer")
-
-    group._resources.lease = SimpleNamespace(release=release)
+    epoch = group.inspect().epoch
+    fail_to_release_the_port(group)
     assert group.resize(dp=3) == epoch + 1
     assert group.call("facts").result() == [(epoch + 1, 3, group.master_port, 3)] * 3
     assert "Cannot release the port of an earlier epoch: the agent did not answer" in caplog.text
@@ -297,7 +293,6 @@ def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
             group.resize(dp=3, timeout=60)
         other.join(60)
         assert not isinstance(caught.value, BrokenEpochError)
-        assert not group._roster.now.is_broken
 
 
 def test_calls_in_flight_finish(group):

@@ -29,13 +29,13 @@ from fairlead_workergroup.testing import kill
 
 from ..faults import (
     act_in_phases,
+    find_running,
     head_is_silent,
     limit_requests_of_looks,
     limit_requests_to_the_head,
     longest_shutdown,
     watch_requests_to_the_head,
 )
-from ..restarting import find_running
 
 # The limit of everything that has none of its own, and of everything that takes one.
 LIMIT_S = 1.0
