@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +24,8 @@ from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import _ray_private
 from fairlead_workergroup._calls import core, handle
-from fairlead_workergroup._lifecycle import delivery, launcher, shutdown
-from fairlead_workergroup._membership import judge, machine
+from fairlead_workergroup._lifecycle import crew, delivery, launcher, shutdown
+from fairlead_workergroup._membership import judge, machine, steps
 from fairlead_workergroup._observe import (
     display,
     evidence,
@@ -316,15 +317,22 @@ def act_before(patch: Patch, owner: Any, name: str, act: Callable[[], object]) -
     patch.setattr(owner, name, act_and_run)
 
 
-def act_in_phases(patch: Patch, act: Callable[[str], object]) -> None:
-    """Let `act` run as a change of a group begins each phase, with the name that `docs/architecture.md` gives it."""
-    enter = machine.Membership._enter
+def act_in_steps(patch: Patch, act: Callable[[str], object]) -> None:
+    """Let `act` run before these steps of a change of a group, with the name that `docs/architecture.md` gives it."""
+    end = crew.Crew.end
 
-    def act_and_enter(membership: Any, phase: Any) -> None:
-        act(phase.value)
-        enter(membership, phase)
+    def act_and_end(own: Any, ranks: Sequence[int]) -> Any:
+        if ranks:  # no process ends in a resize that starts others only
+            act("end, construct")
+        return end(own, ranks)
 
-    patch.setattr(machine.Membership, "_enter", act_and_enter)
+    patch.setattr(crew.Crew, "end", act_and_end)
+    for owner, name, step in (
+        (machine.Membership, "_carry_out", "plan"),
+        (delivery.Delivery, "quiesce", "quiesce"),
+        (steps.Steps, "_deliver_facts", "deliver"),
+    ):
+        act_before(patch, owner, name, partial(act, step))
 
 
 def act_before_calls_are_awaited(patch: Patch, act: Callable[[], object]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of the members of a group without Ray: their phases and their order, and restarts of ranks."""
+"""Changes of the members of a group without Ray: their order, and restarts of ranks."""
 
 import threading
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ from fairlead_workergroup._elastic.restart import RestartRanks
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.model import Started
 from fairlead_workergroup._membership.operations import RestartPolicy, Start
-from fairlead_workergroup._membership.phases import Phase
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._world import NEVER, Deadline
@@ -37,7 +36,6 @@ def membership():
     roster.now = SimpleNamespace(members=[], sharding=None, is_broken=False, ended=False)
     roster.check_alive = lambda: roster.now
     made = Membership(roster, SimpleNamespace(policy=SimpleNamespace(on_failure=False)), None, None)
-    made._phase = Phase.SERVING
     made.turns = SimpleNamespace(end_change=lambda error: False)
     return made
 
@@ -138,18 +136,8 @@ def test_end(membership, busy):
     """When the group ends, nothing begins any more."""
     membership._roster.ending = True
     membership._roster.ended_error = lambda: WorkerGroupError("it has been shut down")
-    assert membership.phase is Phase.ENDING
     with pytest.raises(WorkerGroupError, match="shut down"):
         membership.begin(Act("late", lambda: None))
-    with pytest.raises(WorkerGroupError, match="shut down"):
-        membership._enter(Phase.PREPARING)
-
-
-def test_illegal_transition():
-    """A transition that is not in the table is a defect of the library."""
-    roster = SimpleNamespace(ending=False)
-    with pytest.raises(AssertionError, match="cannot go from"):
-        Membership(roster, SimpleNamespace(policy=None), None, None)._enter(Phase.SERVING)
 
 
 START_S = 120.0
@@ -243,7 +231,7 @@ def test_silent_head(monkeypatch):
     with pytest.raises(HeadTimeoutError):
         membership.change(RestartRanks((1,), elsewhere=True), Deadline.after(START_S))
     now = crew.roster.now
-    assert (now.epoch, now.lost, membership.phase, crew.moved) == (0, {}, Phase.SERVING, [])
+    assert (now.epoch, now.lost, crew.moved) == (0, {}, [])
 
 
 def test_processes_that_do_not_end(monkeypatch):
@@ -253,4 +241,4 @@ def test_processes_that_do_not_end(monkeypatch):
     with pytest.raises(WorkerFailureError, match="pid 7 on node a"):
         membership.change(RestartRanks((1,), elsewhere=True), Deadline.after(START_S))
     now = crew.roster.now
-    assert (now.epoch, list(now.lost), membership.phase, crew.moved) == (0, [1], Phase.SERVING, [])
+    assert (now.epoch, list(now.lost), crew.moved) == (0, [1], [])

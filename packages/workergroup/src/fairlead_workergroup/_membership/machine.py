@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one owner of change: operations on a group run one after another, on one thread, through the same steps."""
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +11,7 @@ from .. import _world
 from .._world import NEVER, Deadline, wait_for_event
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .change import Change
-from .operations import CLUSTER_GONE, Operation, RestartLost, RestartPolicy
-from .phases import LEGAL, Phase
+from .operations import CLUSTER_GONE, Operation, RestartLost, RestartPolicy, Start
 from .ports import Crew, Hooks, Transport, Turns
 from .roster import Roster
 from .steps import Steps
@@ -54,7 +52,6 @@ class Membership(FixedMembership):
 
     def __init__(self, roster: Roster, crew: Crew[Any], transport: Transport, hooks: Hooks) -> None:
         super().__init__(crew.policy)
-        self._phase = Phase.NEW
         self._roster = roster
         self._ports = crew, transport, hooks
         # It protects the queue: there is a thread while there is work, and only one.
@@ -64,13 +61,6 @@ class Membership(FixedMembership):
         self._began = 0.0
         self._thread: int | None = None
         self._idle = _world.current.event()
-
-    @property
-    def phase(self) -> Phase:
-        """The present phase of the group."""
-        if self._roster.now.ended:
-            return Phase.ENDED
-        return Phase.ENDING if self._roster.ending else self._phase
 
     def change(self, operation: Operation, deadline: Deadline = NEVER) -> Change:
         """Run an operation, and wait until it is over."""
@@ -164,35 +154,22 @@ class Membership(FixedMembership):
             change.finish()
             del change  # what it raised must not live until the next one
 
-    def _enter(self, phase: Phase) -> None:
-        """Go to the next phase."""
-        with self._lock:
-            if self._roster.ending:
-                raise self._roster.ended_error()
-            if phase not in LEGAL[self._phase]:
-                raise AssertionError(f"a group cannot go from {self._phase} to {phase}")
-            self._phase = phase
-
     def _run(self, change: Change) -> None:
         """Plan an operation, and carry the plan out."""
-        if self._phase is Phase.NEW:
-            self._enter(Phase.STARTING)
+        change.check()
+        if isinstance(change.operation, Start):
             self._carry_out(change)
-            self._enter(Phase.SERVING)
             return
         goes_on, failure = True, None
         with head_deadline(change.deadline.left()):
             while goes_on:
                 self._roster.check_alive()
-                self._enter(Phase.PREPARING)
                 try:
                     goes_on = self._carry_out(change)
                 except BaseException as error:
                     failure = error
                     raise
                 finally:
-                    with contextlib.suppress(WorkerGroupError):  # the group ends
-                        self._enter(Phase.BROKEN if self._roster.now.is_broken else Phase.SERVING)
                     # Calls of event loops that have waited may need a worker that is lost now.
                     if self.turns.end_change(failure):
                         self._queue.append(Change(RestartLost(), NEVER, self._roster, is_shared=True))
@@ -202,6 +179,6 @@ class Membership(FixedMembership):
         plan = change.operation.plan(self._roster.now, self._ports[0])
         if plan is None:
             return False
-        steps = Steps(plan, change, self._roster, self._ports, enter=self._enter, turns=self.turns)
+        steps = Steps(plan, change, self._roster, self._ports, self.turns)
         change.ranks += steps.run()
         return plan.again
