@@ -15,8 +15,8 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, current_worker
 
 MOST_FUNCTIONS = 35
-# View, plan, arguments, class, core, roster, replies, call, and deadlines.
-MOST_FILES = 9
+# View, plan, arguments, class, core, replies, call, and the seam to the clock and the connection.
+MOST_FILES = 8
 # Now and then a change looks whether it goes on, and moves its progress bar.
 FILES_OF_A_CHANGE = 2
 SOURCE = str(Path(fairlead_workergroup.__file__).parent)

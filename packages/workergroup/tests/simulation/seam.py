@@ -114,7 +114,7 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         # All questions to nodes: `late_workers`, `find_ended`, `cancel_calls`.
         f"{ours}._observe.query.run_on_nodes": pretended.run_on_nodes,
         # Whether Ray is the one that the group was made on.
-        f"{ours}._membership.roster.connection": pretended.connection,
+        f"{ours}._world.connection": pretended.connection,
         # Slots, ports, and actors, which are created by several threads.
         f"{ours}._lifecycle.resources.claim_slots": placement.claim_slots,
         f"{ours}._lifecycle.resources.lease_ports": placement.lease_ports,

@@ -32,7 +32,7 @@ class Act:
 
 @pytest.fixture
 def membership():
-    roster = SimpleNamespace(connected=True, ending=False, check_connected=lambda: None)
+    roster = SimpleNamespace(connected=True, ending=False, connection=SimpleNamespace(check=lambda: None))
     roster.now = SimpleNamespace(members=[], sharding=None, is_broken=False, ended=False)
     roster.check_alive = lambda: roster.now
     made = Membership(roster, SimpleNamespace(policy=SimpleNamespace(on_failure=False)), None, None)

@@ -381,7 +381,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         """Refuse to wait for a call that was cancelled, or whose Ray has ended."""
         if self._cancelled:
             raise CallCancelledError(self._planned.method.name, self._cancelled)
-        self._core.roster.check_connected()
+        self._core.roster.connection.check()
 
     def _wait_until_sent(self, deadline: Deadline) -> Sent:
         """Wait until the call has been sent, and return what has been."""
@@ -510,7 +510,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     async def _iterate(self, on: Waiter) -> AsyncGenerator[Outcome]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
         deadline = self._planned.deadline
-        self._core.roster.check_connected()
+        self._core.roster.connection.check()
         sent = await self._until_sent(on, deadline)
         at_of, answering = {reply: at for at, reply in enumerate(sent.replies)}, frozenset(self._positions)
         waiting = self._unfinished(sent)
@@ -528,7 +528,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         if self._planned.method.backpressure is None:  # otherwise the generators end only when their items are taken
             waiting = {end_of(reply): None for reply in waiting}
         while waiting:
-            self._core.roster.check_connected()
+            self._core.roster.connection.check()
             news = block(ON_THREAD.news(waiting, deadline.left(at_most=replies.REPORT_EVERY_S)))
             waiting = {reply: items for reply, items in waiting.items() if not news.get(reply)}
             if deadline.passed:
@@ -568,7 +568,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
     def _pending(self) -> list[int]:
         """Return the positions of the workers that have not finished."""
-        self._core.roster.check_connected()
+        self._core.roster.connection.check()
         at_of = {end_of(reply): at for at, reply in enumerate(self.futures)}
         return [at_of[ref] for ref in replies.wait(list(at_of))[1]]
 

@@ -236,7 +236,10 @@ class Core:
 
     def admit(self, call: PlannedCall) -> tuple[Snapshot, list[Need]] | list[WorkerFailure]:
         """Return the members and the needs of a call that may be sent; or the lost workers that it has to wait for."""
-        now = self.roster.check_alive()
+        now = self.roster.now
+        if now.ended:
+            raise self.roster.ended_error()
+        self.roster.connection.check()
         if call.sharding is not now.sharding:
             check_ranks(call, now)
         asked = () if call.is_hook else list(self.checks)

@@ -229,7 +229,7 @@ class _ClientCore(Core):
             self._read_newer()
 
     def _read_newer(self) -> None:
-        self.roster.check_connected()
+        self.roster.connection.check()
         with self.reading, head_deadline(HEAD_S):
             group, board, key = self.group, self.group.board, KEY + self.identity.group_id
             answer = None if board is None else read_board(board, key, group.publication, timeout_s=ANSWER_S)

@@ -228,7 +228,7 @@ class _Balancer:
         report = Deadline.after(REPORT_EVERY_S)
         arrived: list[Call] = []
         while not arrived and not until.passed:
-            self._core.roster.check_connected()  # a Ray that has been shut down answers nothing
+            self._core.roster.connection.check()  # a Ray that has been shut down answers nothing
             arrived = await on.finished(self._sent, until.left(at_most=CONNECTED_EVERY_S) or 0.0)
             if not arrived and report.passed:
                 report = Deadline.after(REPORT_EVERY_S)

@@ -154,7 +154,7 @@ def fetch(
     """
     core = None if group is None else group.core
     if core is not None:
-        core.roster.check_connected()
+        core.roster.connection.check()
     for future in futures:
         if not isinstance(future, (ObjectRef, ObjectRefGenerator)):
             raise TypeError(f"expected an ObjectRef or a generator of them, got {type(future).__name__}")

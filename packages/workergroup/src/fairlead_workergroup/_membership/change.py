@@ -51,7 +51,7 @@ class Change:
         """Raise if the change has to be given up: the group or its Ray ends."""
         if self._roster.ending:
             raise self._roster.ended_error()
-        self._roster.check_connected()
+        self._roster.connection.check()
 
     @property
     def time_s(self) -> float | None:

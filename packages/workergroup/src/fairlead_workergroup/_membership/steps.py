@@ -78,7 +78,7 @@ class Steps:
             if isinstance(error, Exception):
                 if self._roster.ending:
                     raise self._roster.ended_error() from error
-                self._roster.check_connected()
+                self._roster.connection.check()
             if (failure := self._note_failure(error)) is error:
                 raise
             self._failure = failure
