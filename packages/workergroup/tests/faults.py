@@ -148,6 +148,11 @@ def let_boards_have(patch: Patch, boards: Mapping[Any, Mapping[str, Any] | Excep
     patch.setattr(publications, "read_boards", lambda found, prefix, timeout_s: {one: boards[one] for one in found})
 
 
+def find_groups() -> list[Any]:
+    """Return the groups of all jobs, as those who look from outside see them."""
+    return list(publications.find_groups())
+
+
 def count_questions(patch: Patch) -> list[str]:
     """Return a list that gets the id of each node that is asked about workers."""
     asked: list[str] = []

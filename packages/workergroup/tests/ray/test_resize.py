@@ -28,7 +28,6 @@ from fairlead_workergroup import (
     WorkerGroupError,
     WorkerStartError,
     current_worker,
-    spi,
 )
 from fairlead_workergroup.testing import kill
 
@@ -37,6 +36,7 @@ from ..faults import (
     act_before_calls_are_awaited,
     act_while_a_change_awaits,
     fail_to_release_the_port,
+    find_groups,
     is_ending,
     lose_nodes_of_guards,
     note_deadlines_of_a_start,
@@ -181,7 +181,7 @@ def test_registration(cluster, eventually):
     """After each resize the agents know the members of now, for those who look from outside."""
 
     def registered():
-        (found,) = [one for one in spi.find_groups() if one.name == "elastic"]
+        (found,) = [one for one in find_groups() if one.name == "elastic"]
         return found.epoch, dict(found.shape), {(one.rank, one.pid) for one in found.members}
 
     with make(cluster, name_prefix="elastic") as group:
