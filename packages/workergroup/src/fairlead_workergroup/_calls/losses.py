@@ -39,11 +39,13 @@ def diagnose(
     if core is None or not refs:
         return first
     roster = core.roster
-    failed, pending = _find_errors(refs, roster, 0.0)
-    known = 0
-    while pending and (lost_now := sum(map(tells_of_a_loss, failed.values()))) > known:
-        known = lost_now
-        failed, pending = _find_errors(refs, roster, TOGETHER_S)
+    failed, pending = _find_errors(refs, roster)
+    known, until = 0, NEVER
+    while pending and (lost_now := sum(map(tells_of_a_loss, failed.values()))) and not until.passed:
+        if lost_now > known:
+            known, until = lost_now, Deadline.after(TOGETHER_S)
+        replies.wait(replies.wait(refs)[1], until.left(), first=True)
+        failed, pending = _find_errors(refs, roster)
     # When a worker dies, the workers that communicate with it fail too, and their errors may arrive before Ray knows.
     # Otherwise it is the transfer of a value that has failed, and says nothing about those that have not finished.
     silent = pending if isinstance(first, ray.exceptions.RayTaskError) else ()
@@ -56,10 +58,10 @@ def diagnose(
 
 
 def _find_errors(
-    refs: Sequence[ObjectRef[Any]], roster: Roster, seconds: float
+    refs: Sequence[ObjectRef[Any]], roster: Roster
 ) -> tuple[dict[WorkerProcess, BaseException], list[WorkerProcess]]:
-    """Return the errors of the workers that have failed by then, by rank, and the workers that have not finished."""
-    done, pending = replies.wait(refs, seconds)
+    """Return the errors of the workers that have failed, by rank, and the workers that have not finished."""
+    done, pending = replies.wait(refs)
     failed: dict[WorkerProcess, BaseException] = {}
     for ref in done:
         worker, error = roster.find(replies.actor_of(ref)), replies.error_of(ref)
