@@ -18,8 +18,8 @@ from ..exceptions import EpochError, format_ranks
 from .core import Core
 
 # Once a worker is known to be dead, the errors of others that have died with it are waited for until none has come for
-# this long. Ray reports three deaths within about 20 ms.
-TOGETHER_S = 0.1
+# this long. Ray reports three deaths within about 20 ms, and within more than 0.1 s if all CPUs are taken.
+TOGETHER_S = 0.15
 
 
 def diagnose(
