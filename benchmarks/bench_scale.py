@@ -25,8 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard
-from fairlead_workergroup._calls.plan import Mesh, plan_call
-from fairlead_workergroup._calls.requests import make_requests, store_columns
+from fairlead_workergroup._calls.plan import Mesh, make_columns, make_requests, plan_call
 from fairlead_workergroup._membership.model import Member, Started
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._observe.observer import Observer
@@ -118,10 +117,9 @@ def _call_rows(sharding: NamedSharding, members: Sequence[Member]) -> Iterator[R
 
     def call() -> None:
         plan = plan_call(mesh, collect=("dp",))
-        batch = plan.column(Shard(pieces, "dp"))
-        rate = {"lr": plan.column(0.1)}
+        batch, rate = Shard(pieces, "dp"), {"lr": 0.1}
         with patch.object(ray, "put", lambda value: value):
-            columns = store_columns(method, [batch], rate, Arguments())
+            columns = make_columns(method, [batch], rate, plan.column, Arguments().prepare)
         requests = make_requests(method, plan, columns, list(rate))
         for rank, request in zip(plan.called, requests, strict=True):
             getattr(members[rank].handle, request.method).remote(*request.args, **request.kwargs)

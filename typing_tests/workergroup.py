@@ -70,7 +70,7 @@ def watch(group: wg.RayWorkerGroup) -> None:
     assert_type(group.get_resource_usage(), list[wg.WorkerUsage])
     assert_type(group.detect_stuck_workers(60), list[wg.StuckWorker])
     assert_type(group.restart_failed_workers(), list[int])
-    assert_type((group.resize(dp=3), group.replace([0]), group.shutdown("save")), tuple[int, int, bool])
+    assert_type((group.resize(dp=3), group.restart([0]), group.shutdown("save")), tuple[int, list[int], bool])
     state = group.inspect()
     assert_type(state, wg.GroupState)
     testing.kill(group, 0)

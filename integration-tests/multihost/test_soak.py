@@ -162,7 +162,7 @@ class Faults:
 
 @pytest.mark.timeout(SECONDS + 700)
 def test_soak(hosts):
-    """With kills, hangs, resizes and replacements, calls end correctly, and no resources are left behind."""
+    """With kills, hangs, resizes and moves, calls end correctly, and no resources are left behind."""
 
     def driver(seconds, seed):
         rng, counts = random.Random(seed), Counter()
@@ -176,14 +176,14 @@ def test_soak(hosts):
             def change():
                 """Change the members; a worker that hangs or dies meanwhile may prevent or break that."""
                 size = group.sharding_annotations.get_axis_size("dp")
-                name = rng.choice(["replace", *["grow"] * (size < 4), *["shrink"] * (size > 2)])
+                name = rng.choice(["move", *["grow"] * (size < 4), *["shrink"] * (size > 2)])
                 wanted = rng.randint(size + 1, 4) if name == "grow" else rng.randint(2, max(2, size - 1))
                 # A worker that hangs keeps a resize from beginning.
                 calm = faults.without_hangs() if rng.random() < 0.8 else contextlib.nullcontext()
                 try:
                     with calm:
-                        if name == "replace":
-                            group.replace([rng.randrange(group.world_size)], timeout=30)
+                        if name == "move":
+                            group.restart([rng.randrange(group.world_size)], elsewhere=True, timeout=30)
                         else:
                             group.resize(dp=wanted, timeout=30)
                     counts[name] += 1
@@ -191,7 +191,7 @@ def test_soak(hosts):
                     faults.explain({failure.rank for failure in error.failures}, error)
                     counts["BrokenEpochError"] += 1
                 except (ResizeTimeoutError, WorkerFailureError, WorkerStartError, ValueError):
-                    # Of replace also a ValueError, when all slots are in use.
+                    # Of a move also a ValueError, when all slots are in use.
                     counts[f"{name} that changed nothing"] += 1
 
             end = time.monotonic() + seconds
@@ -240,4 +240,4 @@ def test_soak(hosts):
         print(f"\nin {SECONDS:g} s:", *(f"{number:6} {what}" for what, number in counts.items()), sep="\n  ")  # noqa: T201
         assert counts["right answer"] > 0
         assert counts["restarts"] > 0
-        assert sum(counts.get(name, 0) for name in ("grow", "shrink", "replace")) > 0
+        assert sum(counts.get(name, 0) for name in ("grow", "shrink", "move")) > 0

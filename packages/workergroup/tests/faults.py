@@ -9,7 +9,10 @@ import contextlib
 import os
 import struct
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +24,8 @@ from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import _ray_private
 from fairlead_workergroup._calls import core, handle
-from fairlead_workergroup._lifecycle import delivery, launcher, shutdown
-from fairlead_workergroup._membership import judge, machine
+from fairlead_workergroup._lifecycle import crew, delivery, launcher, shutdown
+from fairlead_workergroup._membership import judge, machine, steps
 from fairlead_workergroup._observe import (
     display,
     evidence,
@@ -35,7 +38,7 @@ from fairlead_workergroup._observe import (
 )
 from fairlead_workergroup._remote import process, progress, reaper
 from fairlead_workergroup._start import builder, launch
-from fairlead_workergroup._transport import replies, wait
+from fairlead_workergroup._transport import replies
 
 Patch = pytest.MonkeyPatch
 
@@ -93,7 +96,7 @@ def limit_waits_for_room(patch: Patch, seconds: float) -> None:
 
 def report_late_workers_every(patch: Patch, seconds: float) -> None:
     """Let a wait for workers look at this interval at the clock, and at the workers that are late."""
-    patch.setattr(wait, "REPORT_EVERY_S", seconds)
+    patch.setattr(replies, "REPORT_EVERY_S", seconds)
 
 
 def longest_shutdown(timeout_s: float) -> float:
@@ -143,6 +146,11 @@ def let_boards_have(patch: Patch, boards: Mapping[Any, Mapping[str, Any] | Excep
     """Let the cluster have these boards, or errors in place of their answers."""
     patch.setattr(publications, "find_boards", lambda *_: list(boards))
     patch.setattr(publications, "read_boards", lambda found, prefix, timeout_s: {one: boards[one] for one in found})
+
+
+def find_groups() -> list[Any]:
+    """Return the groups of all jobs, as those who look from outside see them."""
+    return list(publications.find_groups())
 
 
 def count_questions(patch: Patch) -> list[str]:
@@ -295,11 +303,6 @@ def changing(group: Any) -> Iterator[None]:
         group._core.end_change()
 
 
-def send_in_turn(group: Any, act: Callable[[], object]) -> None:
-    """Call a function at the moment at which a group submits a call."""
-    group._core._take_turn(act)
-
-
 def find_unfinished(call: Any) -> list[int]:
     """Return the positions of the workers that have not finished a call."""
     return list(call._pending())
@@ -319,15 +322,22 @@ def act_before(patch: Patch, owner: Any, name: str, act: Callable[[], object]) -
     patch.setattr(owner, name, act_and_run)
 
 
-def act_in_phases(patch: Patch, act: Callable[[str], object]) -> None:
-    """Let `act` run as a change of a group begins each phase, with the name that `docs/architecture.md` gives it."""
-    enter = machine.Membership._enter
+def act_in_steps(patch: Patch, act: Callable[[str], object]) -> None:
+    """Let `act` run before these steps of a change of a group, with the name that `docs/architecture.md` gives it."""
+    end = crew.Crew.end
 
-    def act_and_enter(membership: Any, phase: Any) -> None:
-        act(phase.value)
-        enter(membership, phase)
+    def act_and_end(own: Any, ranks: Sequence[int]) -> Any:
+        if ranks:  # no process ends in a resize that starts others only
+            act("end, construct")
+        return end(own, ranks)
 
-    patch.setattr(machine.Membership, "_enter", act_and_enter)
+    patch.setattr(crew.Crew, "end", act_and_end)
+    for owner, name, step in (
+        (machine.Membership, "_carry_out", "plan"),
+        (delivery.Delivery, "quiesce", "quiesce"),
+        (steps.Steps, "_deliver_facts", "deliver"),
+    ):
+        act_before(patch, owner, name, partial(act, step))
 
 
 def act_before_calls_are_awaited(patch: Patch, act: Callable[[], object]) -> None:
@@ -374,23 +384,6 @@ def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], o
     _act_at_a_bar(patch, launch, ranks, act)
 
 
-def act_at_the_next_read(
-    patch: Patch, *, before: Callable[[], object] = int, after: Callable[[], object] = int
-) -> None:
-    """Let something happen before and after a handle asks once whether there is news of its group."""
-    name = "read_board"
-    function = getattr(handle, name)
-
-    def act_and_read(*args: Any, **options: Any) -> Any:
-        patch.setattr(handle, name, function)
-        before()
-        read = function(*args, **options)
-        after()
-        return read
-
-    patch.setattr(handle, name, act_and_read)
-
-
 def note_reads(patch: Patch) -> list[int]:
     """Return a list that gets an entry each time a handle reads its group."""
     reads: list[int] = []
@@ -420,13 +413,87 @@ def note_deadlines_of_a_start(patch: Patch, *, takes_s: float) -> list[float]:
     return given
 
 
-def interrupt_starts(patch: Patch) -> None:
-    """Let Ctrl-C come when a change starts workers."""
+def find_running(pids: Iterable[int]) -> list[int]:
+    """Return the processes of this machine that have not ended."""
+    return [pid for pid in pids if process.start_tick(pid) >= 0]
 
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
 
-    patch.setattr(launcher.Launcher, "start", interrupt)
+# The state of a group.
+
+
+def is_ending(group: Any) -> bool:
+    """Return whether a shutdown of a group has begun."""
+    return bool(group._roster.ending)
+
+
+def runs_overlapping_methods(group: Any) -> bool:
+    """Return whether the async methods of the workers of a group overlap."""
+    return bool(group._launcher.worker_class.concurrent)
+
+
+@contextlib.contextmanager
+def restarting(group: Any, rank: int) -> Iterator[None]:
+    """Let a group record that a rank is being restarted."""
+    group._roster.mark_restarting([rank])
+    group._roster.record_relaunch([rank], counted=[], together=False)
+    try:
+        yield
+    finally:
+        group._roster.mark_restarting([rank], running=False)
+
+
+def fail_to_release_the_port(group: Any) -> None:
+    """Let the agent that holds the master port of a group not answer when it should release it."""
+    lease = group._resources.lease
+
+    def release(*, timeout_s: float) -> None:
+        lease.release(timeout_s=timeout_s)
+        raise PlacementError("the agent did not answer")
+
+    group._resources.lease = SimpleNamespace(release=release)
+
+
+def publish_next_epoch(group: Any) -> None:
+    """Publish the next epoch of a group, of which its workers do not know."""
+    roster = group._resources.roster
+    now = roster.now
+    facts = [replace(one, epoch=now.epoch + 1) for one in now.facts]
+    roster.commit(epoch=now.epoch + 1, sharding=now.sharding, places=now.places, facts=facts, started=[], resize=None)
+    group._resources.registration.publish()
+
+
+def read_epoch(handle: Any, epoch: int) -> None:
+    """Let a handle wait for the publication of an epoch."""
+    handle._connect().renew(epoch)
+
+
+def act_before_publications(patch: Patch, act: Callable[[], object]) -> None:
+    """Let `act` run before a change of a group publishes its members, when the constructors have finished."""
+    publish = registration.Registration.publish
+
+    def act_and_publish(own: Any, starting: Any = None) -> None:
+        if starting is None:
+            act()
+        publish(own, starting)
+
+    patch.setattr(registration.Registration, "publish", act_and_publish)
+
+
+def send_alone(worker: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Send a function to a worker that it runs when no method runs, as a change of the group does."""
+    how = {"method": function.__name__, "function": True, "alone": 60.0}
+    return worker._fairlead_call.remote(how, ray.cloudpickle.dumps(function), *args)
+
+
+def run_in_worker(worker: Any, function: Callable[..., Any]) -> Any:
+    """Return what a function returns that a worker runs between two calls."""
+    ref = worker._fairlead_apply.remote("function", ray.cloudpickle.dumps(function))
+    return ray.get(ref, timeout=30)
+
+
+def waits_for_methods(worker: Any) -> Any:
+    """Return a reference to whether a worker lets no method begin, because a function is to run alone."""
+    return worker.__ray_call__.remote(lambda host: host._fairlead_gate is not None)
 
 
 def end_actors(actors: Sequence[Any]) -> list[str]:

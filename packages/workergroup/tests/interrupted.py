@@ -70,7 +70,7 @@ def restart(group):
 PHASES = {
     "call": call,
     "grow": lambda group: group.resize(dp=group.world_size + 1),
-    "replace": lambda group: group.replace([0]),
+    "move": lambda group: group.restart([0], elsewhere=True),
     "restart": restart,
     "shrink": lambda group: group.resize(dp=group.world_size - 1),
     "shutdown": lambda group: group.shutdown("serve"),

@@ -12,7 +12,6 @@ import pytest
 
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import WorkerFailureError, current_worker
-from fairlead_workergroup._remote.process import start_tick
 
 AXES = NamedSharding.from_shape(dp=2)
 GRID = NamedSharding.from_shape(dp=2, tp=2)
@@ -118,11 +117,6 @@ class Worker:
 
 def is_restarting(group):
     return any(worker["state"] == "restarting" for worker in group.worker_metadata)
-
-
-def find_running(pids) -> list[int]:
-    """Return the processes of this machine that have not ended."""
-    return [pid for pid in pids if start_tick(pid) >= 0]
 
 
 def die(group, *ranks):

@@ -28,7 +28,7 @@ class CurrentWorker:
         name: its name, as in `worker_metadata`.
         coords: its coordinates, by axis.
         incarnation: how often its rank has been started before.
-        epoch: the number of changes of membership (restarts, resizes and replacements) that it knows of.
+        epoch: the number of changes of membership (restarts and resizes) that it knows of.
         communication_backend: the backend that the cluster chose for its workers: "nccl", "gloo", or None.
         gradient_compression: the compression that `wrap_ddp` uses: "fp16", "bf16", "powersgd", or None.
         layout: the group's sharding as plain data.

@@ -24,18 +24,17 @@ from ._calls.results import ClassicFutures
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
 from ._elastic.axis import find_elastic_axis
-from ._elastic.replace import Replace, check_members, check_ranks
 from ._elastic.resize import Resize, check_caller, check_resize
+from ._elastic.restart import RestartRanks, check_members, check_ranks
 from ._lifecycle.crew import Crew
 from ._lifecycle.delivery import Delivery
 from ._lifecycle.launcher import GroupSpec, Launcher
-from ._lifecycle.moves import check_alike
 from ._lifecycle.resources import Resources
 from ._lifecycle.teardown import Teardown
 from ._membership.judge import Judge
 from ._membership.machine import Membership
 from ._membership.model import Place
-from ._membership.operations import RestartLost, RestartPolicy, Start
+from ._membership.operations import Operation, RestartLost, RestartPolicy, Start
 from ._membership.roster import Roster
 from ._observe.evidence import RayWitnesses
 from ._observe.memory import MemoryLimit, parse_memory
@@ -46,7 +45,7 @@ from ._start.builder import ClassLike, RayWorkerBuilder
 from ._start.devices import WorkerOptions, read_master_ports
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
-from ._world import check_timeout
+from ._world import NEVER, check_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -253,23 +252,55 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         me, token = ray.get_runtime_context(), self._launcher.spec.token
         return GroupHandle(GroupIdentity.here(self.name_prefix, token, me.get_job_id(), me.get_worker_id()))
 
-    def restart_failed_workers(self) -> list[int]:
-        """Restart the dead workers: the same ranks with the same arguments, and the next incarnation.
+    def restart(
+        self, ranks: Sequence[int] | None = None, *, elsewhere: bool = False, timeout: float | None = None
+    ) -> list[int]:
+        """Restart workers: the same ranks with the same arguments, and the next incarnation.
 
-        A worker restarts in its slot. If its node is gone, it restarts in the slot that the cluster's
-        `replace_lost_nodes` reserves instead; if Ray drains the node, in a free slot of another node. With
-        `Restart(scope="group")` all workers are ended and started, with a new master port. Then the restarted workers
-        run `Restart.method`. Calls of other threads wait until then.
+        Living workers finish their calls first; one that is busy until the timeout is ended all the same. Calls of
+        other threads wait until the restarted workers have run `Restart.method`. With `Restart(scope="group")` all
+        workers are ended and started, with a new master port.
+
+        Args:
+            ranks: the ranks, whether their workers live or not; None for those that are dead. Only restarts of dead
+                workers that are not named here count against `max_restarts`.
+            elsewhere: start the given ranks in free slots of the cluster, for example because their node needs repair.
+                Otherwise a worker restarts in its slot. If its node is gone, it restarts in the slot that the cluster's
+                `replace_lost_nodes` reserves instead; if Ray drains the node, in a free slot of another node.
+            timeout: the seconds that the preparation and the calls before may take; None for `Timeouts.start_s`. The
+                constructors and `Restart.method` of the new workers have as much time again.
+
+        Returns:
+            The ranks that were started; an empty list if `ranks` is None and no worker is dead.
+
+        Raises:
+            TypeError, ValueError, IndexError: wrong ranks, or too few free slots. Nothing has changed, as with the next
+                one.
+            ResizeTimeoutError: another change of the group, or calls being sent, took longer than `timeout`.
+            WorkerFailureError: `max_restarts` is used up, there is no slot, or a worker did not start (kind
+                "start-failed"). Dead workers stay dead, and you can try again.
+            WorkerGroupError: the group, or its Ray, has been shut down.
+        """
+        check_timeout("timeout", timeout)
+        operation: Operation = RestartLost()
+        if ranks is not None:
+            operation = RestartRanks(check_ranks(ranks), elsewhere)
+            check_members(operation.ranks, self._roster.check_alive())
+        elif elsewhere:
+            raise ValueError("restart(elsewhere=True) needs the ranks that move to other slots")
+        deadline = NEVER if ranks is None and timeout is None else self._launcher.deadline(timeout)
+        return sorted(self._membership.change(operation, deadline).ranks)
+
+    def restart_failed_workers(self) -> list[int]:
+        """Restart the dead workers, as `restart()` does.
 
         Returns:
             The ranks that were started; an empty list if no worker is dead.
 
         Raises:
-            WorkerFailureError: `max_restarts` is used up, there is no slot, or a worker did not start (kind
-                "start-failed"). Dead workers stay dead, and you can try again.
-            WorkerGroupError: the group, or its Ray, has been shut down.
+            WorkerFailureError, WorkerGroupError: as `restart` does.
         """
-        return sorted(self._membership.change(RestartLost()).ranks)
+        return self.restart()
 
     def resize(self, /, *, slots: Sequence[Slot] | None = None, timeout: float | None = None, **sizes: int) -> int:
         """Change the number of workers along the slowest-varying axis: `group.resize(dp=6)`.
@@ -312,37 +343,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             )
         ((axis, size),) = sizes.items()
         self._membership.change(Resize(axis, size, slots, self._elastic_axis), self._launcher.deadline(timeout))
-        return self._roster.now.epoch
-
-    def replace(self, ranks: Sequence[int], timeout: float | None = None) -> int:
-        """Move ranks to new processes in free slots of the cluster, whether their workers live or not.
-
-        Their processes are prepared first, while calls go on. Then the old workers finish their calls and end. The new
-        ones run their constructor with the same arguments, and `Restart.method`. With `Restart(scope="group")` the
-        others are restarted too. A worker that is busy until the timeout is ended. A replacement does not count as a
-        restart.
-
-        Args:
-            ranks: the ranks.
-            timeout: the seconds that the preparation and the calls before may take; None for `Timeouts.start_s`. The
-                constructors and `Restart.method` of the new workers have as much time again.
-
-        Returns:
-            The epoch of the group.
-
-        Raises:
-            TypeError, ValueError, IndexError: wrong ranks, tied groups, ranks that differ in what they need before they
-                start, or too few free slots. Nothing has changed, as with the next two.
-            WorkerStartError: a new process did not start.
-            ResizeTimeoutError: another change of the group, or calls being sent, took longer than `timeout`.
-            WorkerFailureError: a new worker failed. Its rank is lost; `restart_failed_workers()` starts it again.
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
-        check_timeout("timeout", timeout)
-        wanted = check_ranks(ranks)
-        check_members(wanted, self._roster.check_alive())
-        check_alike(self._launcher)
-        self._membership.change(Replace(wanted), self._launcher.deadline(timeout))
         return self._roster.now.epoch
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:

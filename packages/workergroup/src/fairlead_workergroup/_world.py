@@ -17,7 +17,9 @@ from typing import Any, Protocol
 
 import ray
 
-from fairlead_placement.extension import OneTimeEvent, run_in_thread
+from fairlead_placement.extension import OneTimeEvent, connection, run_in_thread
+
+from .exceptions import WorkerGroupError
 
 
 class Event(Protocol):
@@ -99,6 +101,24 @@ def replaced_by(other: World) -> Iterator[None]:
         yield
     finally:
         current = before
+
+
+class Connection:
+    """The Ray that a group was made on, which may be shut down before the group."""
+
+    def __init__(self, group: object) -> None:
+        self._group = group
+        self._made_on = connection()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still the Ray of this process."""
+        return self._made_on == connection()
+
+    def check(self) -> None:
+        """Refuse to continue without it."""
+        if not self.is_open:
+            raise WorkerGroupError(f"{self._group!r}: the Ray it was made on has been shut down; make a new group")
 
 
 def check_timeout(name: str, seconds: float | None) -> float | None:

@@ -171,7 +171,7 @@ class EpochError(WorkerGroupError):
 
 @dataclass(eq=False, repr=False)
 class ResizeTimeoutError(WorkerGroupError, TimeoutError):
-    """A resize or a replacement could not begin in time. Nothing has changed.
+    """A resize or a restart could not begin in time. Nothing has changed.
 
     Attributes:
         what: the change that was requested.

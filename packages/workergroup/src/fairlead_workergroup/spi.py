@@ -18,8 +18,7 @@ from ._calls.core import Need, find_core
 from ._group import RayWorkerGroup
 from ._membership.model import Member, Snapshot, WorkerProcess
 from ._observe.evidence import judge_errors
-from ._observe.head import alive_nodes
-from ._observe.publications import RegisteredGroup, find_groups, read_groups
+from ._observe.publications import read_groups
 from ._observe.query import cancel_calls, late_workers
 from ._remote.outside import look_from_outside
 from ._world import Deadline
@@ -28,16 +27,13 @@ from .exceptions import LateWorker, WorkerFailure
 __all__ = [
     "Member",
     "Need",
-    "RegisteredGroup",
     "Reply",
     "Snapshot",
     "WorkerProcess",
     "add_state",
-    "alive_nodes",
     "cancel",
     "check_calls",
     "collect",
-    "find_groups",
     "look_from_outside",
     "read_groups",
     "read_members",

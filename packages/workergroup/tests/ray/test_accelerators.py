@@ -147,14 +147,14 @@ def test_variables_of_the_class(node):
 
 
 def test_a_process_keeps_what_it_sees(node):
-    """A process that a rank moves to keeps the devices that it has seen, and its LOCAL_RANK is the index there."""
+    """A worker keeps the devices that it has seen when another rank moves, and its LOCAL_RANK is the index there."""
     with (
         RayVirtualCluster([3]) as cluster,
         RayWorkerGroup(cluster, Worker, workers_per_node=2, worker=WorkerOptions(visible_devices="node")) as group,
     ):
         assert group.call("look").result() == [("0", "0,1", "0"), ("1", "0,1", "1")]
-        assert group.replace([0]) == 1
-        assert group.call("look").result() == [("2", "0,1,2", "2"), ("1", "0,1", "1")]
+        assert group.restart([0], elsewhere=True) == [0]
+        assert group.call("look").result() == [("2", "2,1", "0"), ("1", "0,1", "1")]
 
 
 @once

@@ -54,7 +54,7 @@ def test_drain_of_a_node_without_an_agent(cluster, monkeypatch, caplog):
     ends = {first}
     with start(reserved, {head: 1, first: 1}) as group:
         silent = drain_without_agents(monkeypatch, ends)
-        assert group.replace([0, 1]) == 1
+        assert group.restart([0, 1], elsewhere=True) == [0, 1]
         # Nobody asks again, as an agent is asked that may be about to go.
         assert sorted(silent) == sorted(ends)
         assert [incarnation for _, incarnation in group.call("where").result()] == [1, 1]
@@ -65,9 +65,9 @@ def test_facts_after_a_move(cluster):
     """When rank 0 has moved to another node, all ranks know their present places and the present master."""
     with RayWorkerGroup(cluster[0], Worker, workers_per_node=[2, 1, 0]) as group:
         port = group.master_port
-        group.replace([0])
+        group.restart([0], elsewhere=True)
         if group.master_port == port:  # one time in 600, the other node has chosen the same port
-            group.replace([0])
+            group.restart([0], elsewhere=True)
         nodes = [one["node_id"] for one in group.worker_metadata]
         variables = group.call("variables").result(timeout=60)
         masters = [(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in variables]
@@ -125,14 +125,14 @@ def test_restart_while_nodes_drain(cluster, ends):
 
 
 def test_no_slot_of_a_node_that_ends(cluster, ends):
-    """Starts, resizes and replacements choose no slot whose node is lost or drains."""
+    """Starts, resizes and restarts choose no slot whose node is lost or drains."""
     (reserved, head, first, last), (lost, draining) = cluster, ends
     bad = [slot for slot in reserved.slots() if slot.node_id == first]
     with start(reserved, {head: 2}, timeouts=Timeouts(start_s=60)) as group:
         lost.add(first)
         group.resize(worker=3)
         assert where(group) == [head, head, last]
-        group.replace([2])
+        group.restart([2], elsewhere=True)
         assert where(group) == [head, head, last]
         with pytest.raises(ResourceInsufficientError, match="is lost, or about to end because Ray drains it"):
             group.resize(worker=4, slots=bad[:1])

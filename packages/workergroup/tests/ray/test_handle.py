@@ -32,7 +32,7 @@ from fairlead_workergroup import (
 from fairlead_workergroup.testing import kill
 
 from ..calling import Acting, wait_until_published
-from ..faults import act_at_the_next_read, note_reads
+from ..faults import note_reads
 
 SECRET = "secret-in-an-argument"
 
@@ -244,7 +244,11 @@ def test_changes_in_a_row(local_ray, eventually):
         assert ray.get(call_pid.remote(handle)) == pids
         assert handle.call("pid").result() == pids
         kill(group, 1)
-        for change in (group.restart_failed_workers, lambda: group.replace([0]), lambda: group.resize(dp=3)):
+        for change in (
+            group.restart_failed_workers,
+            lambda: group.restart([0], elsewhere=True),
+            lambda: group.resize(dp=3),
+        ):
             change()
             assert (before := pids) != (pids := group.call("pid").result())
             assert eventually(lambda pids=pids: finds(handle, pids), 60), before
@@ -284,34 +288,6 @@ def test_restart_that_fails(local_ray, tmp_path):
         assert group.restart_failed_workers() == [1]
         wait_until_published(group)
         assert handle.call("pid").result() == group.call("pid").result()
-
-
-def test_signal_handlers(group, monkeypatch):
-    """A signal handler may make a call while its thread reads news of the group, and the later news are kept."""
-    handle, registration = group.handle(), group._resources.registration
-    sender, pids = handle._connect(), group.call("pid").result()
-    results = []
-
-    def interrupt():
-        signal.raise_signal(signal.SIGUSR1)
-
-    def interrupt_with_news():
-        registration.publish()
-        wait_until_published(group)
-        interrupt()
-
-    previous = signal.signal(signal.SIGUSR1, lambda *_: results.append(handle.call("pid").result(timeout=60)))
-    try:
-        act_at_the_next_read(monkeypatch, before=interrupt)
-        assert handle.call("pid").result(timeout=60) == pids
-        registration.publish()
-        wait_until_published(group)
-        act_at_the_next_read(monkeypatch, after=interrupt_with_news)
-        assert handle.call("pid").result(timeout=60) == pids
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
-    assert results == [pids] * 2
-    assert sender.group.publication == registration.version
 
 
 def test_resize(local_ray):

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import ray
@@ -23,7 +22,16 @@ from fairlead_workergroup import (
 )
 
 from ..calling import Acting
-from ..faults import limit_waits_of_handles
+from ..faults import (
+    act_before_publications,
+    limit_waits_of_handles,
+    publish_next_epoch,
+    read_epoch,
+    run_in_worker,
+    runs_overlapping_methods,
+    send_alone,
+    waits_for_methods,
+)
 
 pytestmark = pytest.mark.nightly
 
@@ -76,18 +84,9 @@ def set_epoch(worker, epoch):
     published.facts = {**published.facts, "epoch": epoch}
 
 
-def publish_epoch(group):
-    """Publish the next epoch of a group, of which its workers do not know."""
-    roster, registration = group._resources.roster, group._resources.registration
-    now, epoch = roster.now, group.inspect().epoch + 1
-    facts = [replace(one, epoch=epoch) for one in now.facts]
-    roster.commit(epoch=epoch, sharding=now.sharding, places=now.places, facts=facts, started=[], resize=None)
-    registration.publish()
-
-
 def begin_epoch(group, *views):
     """Begin an epoch of a group, on the workers of the views, as a restart does."""
-    publish_epoch(group)
+    publish_next_epoch(group)
     for one in views or [group]:
         one.call(set_epoch, group.inspect().epoch).result()
 
@@ -126,7 +125,10 @@ def rank_ahead(group, monkeypatch):
 WAYS = ["result", "outcomes", "iteration", "await", "async iteration", "stream", "async stream"]
 
 
-def consume(call):
+METHODS = {"take": False, "count": True, "take_soon": False, "count_soon": True}
+
+
+def consume(call, *, is_generator):
     """Yield each way to take the results of a call."""
 
     async def iterate():
@@ -143,7 +145,7 @@ def consume(call):
     yield "iteration", lambda: list(call)
     yield "await", lambda: asyncio.run(wait())
     yield "async iteration", lambda: asyncio.run(iterate())
-    if call._yields_items:
+    if is_generator:
         yield "stream", lambda: list(call.stream())
         yield "async stream", lambda: asyncio.run(stream())
 
@@ -152,12 +154,12 @@ def consume(call):
 def test_refused(group, way):
     """In whatever way its results are taken, a call that all workers refuse raises an error, and the next one runs."""
     handle = group.handle()
-    for method in ("take", "count", "take_soon", "count_soon"):
+    for method, is_generator in METHODS.items():
+        if "stream" in way and not is_generator:
+            continue  # no call is made: only who takes its results waits for the publication of the next epoch
         group.call("take_runs").result()
         call = handle.call(method, Acting(lambda: begin_epoch(group)), timeout=60)
-        ways = dict(consume(call))
-        if way not in ways:
-            continue  # only for generators
+        ways = dict(consume(call, is_generator=is_generator))
         with pytest.raises(EpochError, match="none of its workers has run it") as raised:
             ways[way]()
         assert (raised.value.ran, raised.value.refused) == ((), (0, 1, 2, 3))
@@ -168,9 +170,9 @@ def test_refused(group, way):
 
 def test_mixed(group, rank_ahead):
     """If some workers run a call and some refuse it, every way to take its results raises an error with both lists."""
-    for method in ("take", "count", "take_soon", "count_soon"):
+    for method, is_generator in METHODS.items():
         call = group.handle().call(method, 2)
-        for way, take in consume(call):
+        for way, take in consume(call, is_generator=is_generator):
             with pytest.raises(
                 EpochError, match=r"rank\(s\) 0, 2, 3 have run it or begun to, and rank\(s\) 1 "
             ) as raised:
@@ -217,8 +219,8 @@ def test_behind(group):
     handle, before = group.handle(), group.inspect().epoch
     group.call("take_runs").result()
     handle.call("take").result()
-    publish_epoch(group)
-    handle._connect().renew(group.inspect().epoch)
+    publish_next_epoch(group)
+    read_epoch(handle, group.inspect().epoch)
     with pytest.raises(EpochError, match="none of its workers has run it"):
         handle.call("take").result()
     group.call(set_epoch, group.inspect().epoch).result()
@@ -227,23 +229,19 @@ def test_behind(group):
 
 
 @pytest.mark.parametrize("change", ["resize", "restart"])
-def test_published_after_facts(local_ray, change):
+def test_published_after_facts(local_ray, change, monkeypatch):
     """An epoch is published when its facts are on their way to all workers that keep running, so that none refuses."""
     with (
         RayVirtualCluster([3], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, Worker, [2], sharding_annotations=NamedSharding.from_shape(dp=2)) as group,
     ):
-        registration = group._resources.registration
-        publish, seen = registration.publish, []
+        seen = []
 
-        def look_and_publish(starting=None):
-            if starting is None:
-                pickled = ray.cloudpickle.dumps(lambda worker: sys.modules["_fairlead_worker"].facts["epoch"])
-                of_rank_0 = group.workers[0]._fairlead_apply.remote("epoch", pickled)
-                seen.append((group.inspect().epoch, ray.get(of_rank_0, timeout=30)))
-            publish(starting)
+        def look():
+            of_rank_0 = run_in_worker(group.workers[0], lambda worker: sys.modules["_fairlead_worker"].facts["epoch"])
+            seen.append((group.inspect().epoch, of_rank_0))
 
-        registration.publish = look_and_publish
+        act_before_publications(monkeypatch, look)
         if change == "resize":
             group.resize(dp=3)
         else:
@@ -310,27 +308,18 @@ def test_busy(group, gate, wait_until_running):
 
 def test_admission(group, gate, wait_until_running, eventually):
     """A method that overlaps with others is refused if the epoch changes after its arrival and before it starts."""
-    if not group._launcher.worker_class.concurrent:
+    if not runs_overlapping_methods(group):
         pytest.skip("only for methods that overlap")
     handle = group.handle()
     handle.call("take").result()
 
-    def has_gate(worker):
-        return worker.__ray_call__.remote(lambda host: host._fairlead_gate is not None)
-
     running = group.call("wait_soon_for", gate)
     wait_until_running(group, "wait_soon_for", *range(4))
-    pickled = ray.cloudpickle.dumps(set_epoch)
-    ends = [
-        one._fairlead_call.remote(
-            {"method": "set_epoch", "function": True, "alone": 60.0}, pickled, group.inspect().epoch + 1
-        )
-        for one in group.workers
-    ]
-    assert eventually(lambda: all(ray.get([has_gate(one) for one in group.workers], timeout=30)), 30)
+    ends = [send_alone(one, set_epoch, group.inspect().epoch + 1) for one in group.workers]
+    assert eventually(lambda: all(ray.get([waits_for_methods(one) for one in group.workers], timeout=30)), 30)
     call = handle.call("take_soon")
     time.sleep(0.5)
-    publish_epoch(group)
+    publish_next_epoch(group)
     gate.touch()
     with pytest.raises(EpochError, match="none of its workers has run it"):
         call.result(timeout=60)

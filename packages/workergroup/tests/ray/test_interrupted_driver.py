@@ -21,7 +21,7 @@ MOMENTS = int(os.environ.get("FAIRLEAD_INTERRUPTS", "7"))
 WITHIN_S = 10.0 if "FAIRLEAD_INTERRUPTS" in os.environ else 30.0
 SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
 DRIVER = Path(__file__).parents[1] / "interrupted.py"
-PHASES = ("start", "call", "grow", "replace", "restart", "shrink", "shutdown")
+PHASES = ("start", "call", "grow", "move", "restart", "shrink", "shutdown")
 
 
 class Driver:

@@ -59,8 +59,8 @@ def test_deadline_of_a_shutdown_without_a_raylet(raylets):
         assert time.monotonic() - began < 10
 
 
-@known("restart(ranks, elsewhere), which handles meet as StaleGroupError and not as a death")
-def test_handles_during_a_planned_replacement(group):
+@known("a new membership, in which handles meet a planned restart as StaleGroupError and not as a death")
+def test_handles_during_a_planned_restart(group):
     """A call of a handle while ranks move fails as one of another epoch: no worker is lost."""
     handle, errors, is_over = group.handle(), [], threading.Event()
 
@@ -76,7 +76,7 @@ def test_handles_during_a_planned_replacement(group):
     caller = threading.Thread(target=run, daemon=True)
     caller.start()
     for _ in range(4):
-        group.replace([0, 1])
+        group.restart([0, 1], elsewhere=True)
     is_over.set()
     caller.join(90)
     assert errors == []

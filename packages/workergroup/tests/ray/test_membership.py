@@ -32,10 +32,10 @@ pytestmark = pytest.mark.nightly
 
 EVENTS = int(os.environ.get("FAIRLEAD_EVENTS", "60"))
 SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
-NAMES = ["grow", "grow", "shrink", "kill", "replace", "hang", "drain"]
+NAMES = ["grow", "grow", "shrink", "kill", "move", "hang", "drain"]
 # After this many events another group continues.
 EVENTS_OF_GROUP = 16
-# With one slot for a replacement, five slots.
+# With one slot for a rank that moves, five slots.
 MOST = 4
 SLOTS = 5
 
@@ -103,10 +103,10 @@ class Model:
         assert self.group.restart_failed_workers() == lost
         self._move(lost)
 
-    def replace(self):
+    def move(self):
         rank = self.rng.randrange(self.size)
         self.dead.discard(rank)
-        self.group.replace([rank])
+        self.group.restart([rank], elsewhere=True)
         self._move([rank])
 
     def _move(self, ranks):
@@ -126,13 +126,13 @@ class Model:
         self.group.get_worker_status()  # Ray starts no agent on a node that drains
         client = ray._private.worker.global_worker.gcs_client
         assert client.drain_node(node.node_id, 2, "maintenance", int((time.time() + 120) * 1000))[0]
-        self.group.replace([self.size - 1])
+        self.group.restart([self.size - 1], elsewhere=True)
         self._move([self.size - 1])
         assert self.eventually(lambda: self._release(index), 60)
         self.nodes.remove_node(node)
 
     def _release(self, index):
-        with contextlib.suppress(PlacementError):  # the replacement has not ended yet
+        with contextlib.suppress(PlacementError):  # the restart has not ended yet
             self.cluster.release_nodes([index])
             return True
 

@@ -7,12 +7,11 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     BrokenEpochError,
@@ -29,7 +28,6 @@ from fairlead_workergroup import (
     WorkerGroupError,
     WorkerStartError,
     current_worker,
-    spi,
 )
 from fairlead_workergroup.testing import kill
 
@@ -37,6 +35,9 @@ from ..calling import wait_until_published
 from ..faults import (
     act_before_calls_are_awaited,
     act_while_a_change_awaits,
+    fail_to_release_the_port,
+    find_groups,
+    is_ending,
     lose_nodes_of_guards,
     note_deadlines_of_a_start,
     report_late_workers_every,
@@ -180,7 +181,7 @@ def test_registration(cluster, eventually):
     """After each resize the agents know the members of now, for those who look from outside."""
 
     def registered():
-        (found,) = [one for one in spi.find_groups() if one.name == "elastic"]
+        (found,) = [one for one in find_groups() if one.name == "elastic"]
         return found.epoch, dict(found.shape), {(one.rank, one.pid) for one in found.members}
 
     with make(cluster, name_prefix="elastic") as group:
@@ -258,7 +259,7 @@ def test_shutdown_while_agents_are_silent(cluster, monkeypatch, eventually):
             asks.append(len(ends))
             if len(asks) == 3:
                 ends.append(threads.submit(group.shutdown))
-                assert eventually(lambda: group._roster.ending)
+                assert eventually(lambda: is_ending(group))
 
         silence_guards(monkeypatch, act=shut_down)
         with pytest.raises(WorkerGroupError, match="it has been shut down"):
@@ -269,13 +270,8 @@ def test_shutdown_while_agents_are_silent(cluster, monkeypatch, eventually):
 
 def test_agent_that_keeps_a_port(group, monkeypatch, caplog):
     """An old port that an agent does not release does not break the epoch that has begun."""
-    lease, epoch = group._resources.lease, group.inspect().epoch
-
-    def release(*, timeout_s):
-        lease.release(timeout_s=timeout_s)
-        raise PlacementError("the agent did not answer")
-
-    group._resources.lease = SimpleNamespace(release=release)
+    epoch = group.inspect().epoch
+    fail_to_release_the_port(group)
     assert group.resize(dp=3) == epoch + 1
     assert group.call("facts").result() == [(epoch + 1, 3, group.master_port, 3)] * 3
     assert "Cannot release the port of an earlier epoch: the agent did not answer" in caplog.text
@@ -297,7 +293,6 @@ def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
             group.resize(dp=3, timeout=60)
         other.join(60)
         assert not isinstance(caught.value, BrokenEpochError)
-        assert not group._roster.now.is_broken
 
 
 def test_calls_in_flight_finish(group):
@@ -490,15 +485,15 @@ def test_epoch_of_a_restart(group):
 
 
 def test_tied_groups(cluster):
-    """Tied groups come and go as a whole, and are not replaced."""
+    """Tied groups come and go as a whole, and do not move."""
     options = {"workers_per_node": None, "bundle_indices_list": [(0, [0, 1])]}
     with make(cluster, sharding_annotations=NamedSharding.from_shape(dp=1, tp=2), **options) as group:
         assert group.resize(dp=2) == 1
         assert group.worker_metadata[2]["bundle_indices"] == (0, [2, 3])
         assert [one["name"] for one in group.worker_metadata][2:] == ["Worker-grp1-0", "Worker-grp1-1"]
         assert (group.dp_size, group.dp_leader_worker_indices) == (2, [0, 2])
-        with pytest.raises(ValueError, match="tied groups cannot"):
-            group.replace([0])
+        with pytest.raises(ValueError, match="tied groups do not move"):
+            group.restart([0], elsewhere=True)
         assert group.resize(dp=1) == 2
         assert group.call("rank").result() == [0, 1]
     with make(cluster, **options) as group:

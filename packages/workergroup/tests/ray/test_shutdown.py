@@ -24,10 +24,10 @@ from ..faults import (
     act_before_processes_are_awaited,
     count_actors_being_made,
     end_actors,
+    find_running,
     limit_ends_of_workers,
     limit_waits_for_room,
 )
-from ..restarting import find_running
 
 
 class Cleaner:

@@ -28,14 +28,14 @@ from fairlead_workergroup import (
 from fairlead_workergroup.testing import kill
 
 from ..faults import (
-    act_in_phases,
+    act_in_steps,
+    find_running,
     head_is_silent,
     limit_requests_of_looks,
     limit_requests_to_the_head,
     longest_shutdown,
     watch_requests_to_the_head,
 )
-from ..restarting import find_running
 
 # The limit of everything that has none of its own, and of everything that takes one.
 LIMIT_S = 1.0
@@ -100,8 +100,8 @@ def make_group_calls():
         "inspect": (lambda group: group.inspect().epoch, 0),
         "master_address": READ,
         "master_port": READ,
-        "replace": (lambda group: group.replace([0], timeout=LIMIT_S), (HeadTimeoutError, ResizeTimeoutError)),
         "resize": (lambda group: group.resize(worker=3, timeout=LIMIT_S), (HeadTimeoutError, ResizeTimeoutError)),
+        "restart": (lambda group: group.restart([0], timeout=LIMIT_S), (HeadTimeoutError, ResizeTimeoutError)),
         "restart_failed_workers": (lambda group: group.restart_failed_workers(), HeadTimeoutError),
         "run_all_workers_multiple_data": (run_classic("run_all_workers_multiple_data", [1, 2]), [1, 2]),
         "run_all_workers_sharded_data": (
@@ -283,30 +283,30 @@ CHANGE_S = 20.0
 CHANGES = {
     "restart": lambda group: group.restart_failed_workers(),
     "resize": lambda group: group.resize(worker=5 - group.world_size, timeout=CHANGE_S),
-    "replacement": lambda group: group.replace([1], timeout=CHANGE_S),
+    "move": lambda group: group.restart([1], elsewhere=True, timeout=CHANGE_S),
 }
-# What comes of each change if the head stops answering as a phase begins, and the ranks that are lost by it.
+# What comes of each change if the head stops answering as a step begins, and the ranks that are lost by it.
 OUTCOMES = {
-    "preparing a change": dict.fromkeys(CHANGES, (HeadTimeoutError, [])),
-    "waiting for calls before a change": {
+    "plan": dict.fromkeys(CHANGES, (HeadTimeoutError, [])),
+    "quiesce": {
         "restart": (HeadTimeoutError, []),
         "resize": (int, []),
-        "replacement": (HeadTimeoutError, []),
+        "move": (HeadTimeoutError, []),
     },
     # The old processes end, and Ray starts no others.
-    "replacing processes": {
+    "end, construct": {
         "restart": (WorkerFailureError, []),
         "resize": (int, []),
-        "replacement": (WorkerFailureError, [1]),
+        "move": (WorkerFailureError, [1]),
     },
-    "delivering facts": {"restart": (list, []), "resize": (int, []), "replacement": (int, [])},
+    "deliver": {"restart": (list, []), "resize": (int, []), "move": (list, [])},
 }
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("local_ray")
-def test_every_phase_of_a_change(monkeypatch, call_in_time, eventually, stop_process):
-    """If the head stops answering in any phase of a change, the change needs no head, or raises in time.
+def test_every_step_of_a_change(monkeypatch, call_in_time, eventually, stop_process):
+    """If the head stops answering in any step of a change, the change needs no head, or raises in time.
 
     A change that has raised has lost a rank only if it had ended its process. Once the head answers, the group can be
     repaired, used and shut down.
@@ -320,23 +320,23 @@ def test_every_phase_of_a_change(monkeypatch, call_in_time, eventually, stop_pro
         ) as group,
         stopped,
     ):
-        for phase, name in itertools.product(OUTCOMES, CHANGES):
-            expected, lost = OUTCOMES[phase][name]
+        for step, name in itertools.product(OUTCOMES, CHANGES):
+            expected, lost = OUTCOMES[step][name]
 
-            def stop_head(entered, phase=phase):
-                if entered == phase:
+            def stop_head(entered, step=step):
+                if entered == step:
                     stopped.enter_context(stop_process(head))
 
             if name == "restart":
                 kill(group, 1)
             with monkeypatch.context() as patch, impatience():
-                act_in_phases(patch, stop_head)
+                act_in_steps(patch, stop_head)
                 outcome = call_in_time({name: functools.partial(CHANGES[name], group)}, CHANGE_S)[name]
             stopped.close()
-            assert isinstance(outcome, expected), (phase, name, outcome)
+            assert isinstance(outcome, expected), (step, name, outcome)
             assert eventually(lambda: not head_is_silent())
             if name == "restart" and expected is not list:
                 lost = [1]
-            assert group.restart_failed_workers() == lost, (phase, name)
+            assert group.restart_failed_workers() == lost, (step, name)
             assert group.call("rank", timeout=ANSWER_S).result() == list(range(group.world_size))
         assert group.shutdown()

@@ -20,6 +20,7 @@ from ..faults import (
     end_processes_by,
     limit_answers_of_nodes,
     note_requests_for_dead_actors,
+    restarting,
     unreadable_record,
 )
 from ..hanging import hanging, stopped, take_memory
@@ -117,11 +118,9 @@ def test_states(group):
         assert states(group, stuck_after_s=0.1) == ["stuck", "idle", "idle", "stuck", *["idle"] * 4]
         assert [worker["state"] for worker in group.worker_metadata] == states(group, stuck_after_s=0.1)
         assert states(group)[0] == "busy"
-        group._roster.mark_restarting([2])
-        group._roster.record_relaunch([2], counted=[], together=False)
-        status = group.get_worker_status()[2]
+        with restarting(group, 2):
+            status = group.get_worker_status()[2]
         assert (status.state, status.incarnation, status.method) == ("restarting", 1, None)
-    group._roster.mark_restarting([2], running=False)
 
 
 def test_usage(group):

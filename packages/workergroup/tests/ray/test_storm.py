@@ -26,7 +26,7 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import kill
 
-from ..restarting import find_running
+from ..faults import find_running
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, WorkerStartError
 from fairlead_workergroup.testing import kill
 
-from ..faults import keep_processes_alive, leave_trees_to_groups, limit_ends_of_children
+from ..faults import find_running, keep_processes_alive, leave_trees_to_groups, limit_ends_of_children
 from ..processes import CODE, KINDS, read_pids, run_daemon, start_children
-from ..restarting import find_running
 
 
 @pytest.fixture(autouse=True)

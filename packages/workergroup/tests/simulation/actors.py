@@ -318,8 +318,6 @@ class Actor:
         return result if result is HANG else Takes(result.seconds if isinstance(result, Takes) else 0.0, self.about())
 
     def _run_fairlead_apply(self, name: str, pickled: bytes, *args: Any, **kwargs: Any) -> Any:
-        if name == "warm_up":
-            return self.about()
         function = find_fact_function(name) or ray.cloudpickle.loads(pickled)
         return self._ray.run_in(self.worker, function, *args, **kwargs)
 

@@ -85,10 +85,9 @@ class PretendedPlacement:
     ) -> None:
         """Create the actors of workers, as `_start.launch.create_actors` does."""
         for plan in plans:
-            add(plan, self.create_actor(plan))
+            add(plan, self._create_actor(plan))
 
-    def create_actor(self, plan: Any, *_: Any) -> Any:
-        """Create the actor of a worker, as `_start.launch.create_actor` does."""
+    def _create_actor(self, plan: Any) -> Any:
         head = self.ray.head
         self.ray.world.wait_for("asks the head to create a worker", lambda: not head.is_silent, HEAD_S)
         if head.is_silent:

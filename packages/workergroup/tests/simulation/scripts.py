@@ -18,7 +18,7 @@ from .scheduler import SimulatedWorld, SimulationError
 from .seam import replaced
 
 CALLS = ("step", "slow", "fail", "meet")
-CHANGES = ("grow", "shrink", "replace", "restart")
+CHANGES = ("grow", "shrink", "move", "restart")
 FAULTS = (
     "none",
     "crash",
@@ -173,8 +173,8 @@ class GroupRun:
                     group.resize(dp=size + 1, timeout=CHANGE_S)
                 elif name == "shrink":
                     group.resize(dp=max(1, size - 1), timeout=CHANGE_S)
-                elif name == "replace":
-                    group.replace([world.choose(size)], timeout=CHANGE_S)
+                elif name == "move":
+                    group.restart([world.choose(size)], elsewhere=bool(world.choose(4)), timeout=CHANGE_S)
                 else:
                     group.restart_failed_workers()
             except (WorkerGroupError, PlacementError) as error:

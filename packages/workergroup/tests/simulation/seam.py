@@ -23,7 +23,6 @@ from fairlead_workergroup._elastic.resize import Resize
 from fairlead_workergroup._lifecycle import crew, launcher, resources
 from fairlead_workergroup._lifecycle.resources import Resources
 from fairlead_workergroup._lifecycle.shutdown import RunningWorker
-from fairlead_workergroup._membership.change import Change
 from fairlead_workergroup._membership.facts import WorkerFacts
 from fairlead_workergroup._membership.judge import Judge
 from fairlead_workergroup._membership.machine import Membership
@@ -115,13 +114,12 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         # All questions to nodes: `late_workers`, `find_ended`, `cancel_calls`.
         f"{ours}._observe.query.run_on_nodes": pretended.run_on_nodes,
         # Whether Ray is the one that the group was made on.
-        f"{ours}._membership.roster.connection": pretended.connection,
+        f"{ours}._world.connection": pretended.connection,
         # Slots, ports, and actors, which are created by several threads.
         f"{ours}._lifecycle.resources.claim_slots": placement.claim_slots,
         f"{ours}._lifecycle.resources.lease_ports": placement.lease_ports,
         f"{ours}._lifecycle.launcher.create_actors": placement.create_actors,
         f"{ours}._lifecycle.launcher.wait_started": placement.wait_started,
-        f"{ours}._lifecycle.moves.create_actor": placement.create_actor,
         # The class of the user is described once for all runs.
         f"{ours}._lifecycle.launcher.describe_class": describe_model,
         f"{ours}._transport.arguments.ObjectRef": SimRef,
@@ -306,7 +304,7 @@ def was_repeated(call: Call[Any]) -> bool:
 
 
 def send_only_the_epoch(patch: Any) -> None:
-    """Survivors of a restart or a replacement are sent the number of the epoch, and no other facts."""
+    """Survivors of a restart are sent the number of the epoch, and no other facts."""
     since = WorkerFacts.since
 
     def reverted(facts: WorkerFacts, before: WorkerFacts) -> Any:
@@ -336,8 +334,3 @@ def use_dead_slots(patch: Any) -> None:
     """Slots of dead nodes are chosen."""
     for module in (crew, resources):
         patch.setattr(module, "usable_slots", list)
-
-
-def undo_after_the_switch(patch: Any) -> None:
-    """A change that was interrupted is undone after it has ended old workers."""
-    patch.setattr(Change, "seal", lambda change: None)

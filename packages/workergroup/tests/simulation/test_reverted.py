@@ -7,7 +7,7 @@ import pytest
 
 from .exploration import explore, shrink
 from .scripts import run_group
-from .seam import forget_the_scope, send_only_the_epoch, undo_after_the_switch, use_dead_slots
+from .seam import forget_the_scope, send_only_the_epoch, use_dead_slots
 
 MOST_RUNS = 1000
 FEW_TRIES = 50
@@ -20,7 +20,6 @@ FEW_TRIES = 50
         (send_only_the_epoch, "stale facts", {}),
         (forget_the_scope, "waits in vain", {}),
         (use_dead_slots, "dead slot", {"faults": ("node",)}),
-        (undo_after_the_switch, "damage", {}),
     ],
 )
 def test_reverted(revert, rule, options, monkeypatch):

@@ -146,7 +146,7 @@ def test_bad_values(value, error, message):
 
 def test_errors_of_values_name_the_argument():
     """The error about a value names the method, the argument, the axis, and what to give instead."""
-    method = Method("step", "plain", inspect.signature(lambda batch, *, rate: None))
+    method = Method("step", "plain", inspect.signature(lambda batch, *, rate=None: None))
     plan = plan_call(Mesh(NamedSharding.from_shape(dp=2, tp=4)))
     with pytest.raises(ValueError, match=r"argument 'batch' of 'step': .* expected 2, found 3") as caught:
         make_columns(method, [Shard([1, 2, 3], "dp")], {}, plan.column)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of the members of a group without Ray: their phases and their order, and moves of ranks."""
+"""Changes of the members of a group without Ray: their order, and restarts of ranks."""
 
 import threading
 from types import SimpleNamespace
@@ -10,11 +10,10 @@ from ray.util.placement_group import PlacementGroup
 from fairlead_placement import HeadTimeoutError, Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup._calls.core import Core
-from fairlead_workergroup._elastic.replace import Replace
+from fairlead_workergroup._elastic.restart import RestartRanks
 from fairlead_workergroup._membership.machine import Membership
 from fairlead_workergroup._membership.model import Started
 from fairlead_workergroup._membership.operations import RestartPolicy, Start
-from fairlead_workergroup._membership.phases import Phase
 from fairlead_workergroup._membership.roster import Roster
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._world import NEVER, Deadline
@@ -33,11 +32,10 @@ class Act:
 
 @pytest.fixture
 def membership():
-    roster = SimpleNamespace(connected=True, ending=False, check_connected=lambda: None)
+    roster = SimpleNamespace(connected=True, ending=False, connection=SimpleNamespace(check=lambda: None))
     roster.now = SimpleNamespace(members=[], sharding=None, is_broken=False, ended=False)
     roster.check_alive = lambda: roster.now
     made = Membership(roster, SimpleNamespace(policy=SimpleNamespace(on_failure=False)), None, None)
-    made._phase = Phase.SERVING
     made.turns = SimpleNamespace(end_change=lambda error: False)
     return made
 
@@ -81,25 +79,6 @@ def test_deadline(membership, busy):
     assert not ran
 
 
-def test_interrupt_as_an_operation_begins(membership, busy, monkeypatch):
-    """An operation whose caller is interrupted is undone, also if it leaves the queue at that moment."""
-    begun, undone = threading.Event(), threading.Event()
-    operation = Act("a wish", lambda: (begun.set(), undone.wait(60)))
-    change, withdraw = membership.begin(operation), membership.withdraw
-
-    def withdraw_late(one):
-        busy.set()
-        assert begun.wait(20)
-        return withdraw(one)
-
-    monkeypatch.setattr(membership, "withdraw", withdraw_late)
-    monkeypatch.setattr(change, "cancel", undone.set)
-    membership.give_up(operation)
-    assert undone.is_set()
-    undone.set()
-    assert change.wait(Deadline.after(20))
-
-
 def test_request_of_the_present_change(membership):
     """What a change waits for cannot wait for the next one."""
     with pytest.raises(WorkerGroupError, match="inner cannot be requested by what the present change"):
@@ -109,18 +88,20 @@ def test_request_of_the_present_change(membership):
 @pytest.fixture
 def core(membership):
     """Return what sends the calls of the group."""
-    return Core(membership._roster, None, membership, None)
+    made = Core(membership._roster, None, membership, None)
+    made._submit = lambda call: call.submit()
+    return made
 
 
-def take_turn(core, **options):
-    return core._take_turn(lambda: "sent", **options)
+def make_call(submit=lambda: "sent", *, is_hook=False):
+    return SimpleNamespace(submit=submit, is_hook=is_hook)
 
 
 def test_call_while_a_call_is_sent(core):
     """A signal handler that makes a call while its thread sends one is refused, instead of waiting for itself."""
     with pytest.raises(WorkerGroupError, match="Set a flag in the handler"):
-        core._take_turn(lambda: take_turn(core))
-    assert take_turn(core) == "sent"
+        core._try(make_call(lambda: core._try(make_call())))
+    assert core._try(make_call()) == "sent"
 
 
 def test_call_of_a_finalizer_while_its_thread_changes_the_group(core, membership):
@@ -130,7 +111,7 @@ def test_call_of_a_finalizer_while_its_thread_changes_the_group(core, membership
     def call():
         core.begin_change()
         with pytest.raises(WorkerGroupError, match="finalizer") as caught:
-            take_turn(core)
+            core._try(make_call())
         refused.append(caught.value)
         core.end_change()
 
@@ -142,7 +123,7 @@ def test_calls_during_a_change(core):
     """Calls wait while a change begins an epoch, except those of the change itself."""
     core.begin_change()
     assert not core.wait_for_turn(Deadline.after(0.01))
-    assert take_turn(core, is_hook=True) == "sent"
+    assert core._try(make_call(is_hook=True)) == "sent"
     results = []
     waiting = threading.Thread(target=lambda: results.append(core.wait_for_turn(NEVER)))
     waiting.start()
@@ -155,18 +136,8 @@ def test_end(membership, busy):
     """When the group ends, nothing begins any more."""
     membership._roster.ending = True
     membership._roster.ended_error = lambda: WorkerGroupError("it has been shut down")
-    assert membership.phase is Phase.ENDING
     with pytest.raises(WorkerGroupError, match="shut down"):
         membership.begin(Act("late", lambda: None))
-    with pytest.raises(WorkerGroupError, match="shut down"):
-        membership._enter(Phase.PREPARING)
-
-
-def test_illegal_transition():
-    """A transition that is not in the table is a defect of the library."""
-    roster = SimpleNamespace(ending=False)
-    with pytest.raises(AssertionError, match="cannot go from"):
-        Membership(roster, SimpleNamespace(policy=None), None, None)._enter(Phase.SERVING)
 
 
 START_S = 120.0
@@ -194,9 +165,6 @@ class Crew:
 
     def find_lost(self):
         return {}
-
-    def check_alike(self):
-        pass
 
     def acquire(self, before, plan, undo, deadline):
         return SimpleNamespace(places=before.places)
@@ -261,9 +229,9 @@ def test_silent_head(monkeypatch):
     monkeypatch.setattr(crew, "check_head", check_head)
     monkeypatch.setattr(crew, "end", lambda ranks: pytest.fail("a process was ended"))
     with pytest.raises(HeadTimeoutError):
-        membership.change(Replace((1,)), Deadline.after(START_S))
+        membership.change(RestartRanks((1,), elsewhere=True), Deadline.after(START_S))
     now = crew.roster.now
-    assert (now.epoch, now.lost, membership.phase, crew.moved) == (0, {}, Phase.SERVING, [])
+    assert (now.epoch, now.lost, crew.moved) == (0, {}, [])
 
 
 def test_processes_that_do_not_end(monkeypatch):
@@ -271,6 +239,6 @@ def test_processes_that_do_not_end(monkeypatch):
     crew, membership = start_two()
     monkeypatch.setattr(crew, "end", lambda ranks: ["pid 7 on node a"])
     with pytest.raises(WorkerFailureError, match="pid 7 on node a"):
-        membership.change(Replace((1,)), Deadline.after(START_S))
+        membership.change(RestartRanks((1,), elsewhere=True), Deadline.after(START_S))
     now = crew.roster.now
-    assert (now.epoch, list(now.lost), membership.phase, crew.moved) == (0, [1], Phase.SERVING, [])
+    assert (now.epoch, list(now.lost), crew.moved) == (0, [1], [])

@@ -15,8 +15,8 @@ import pytest
 
 from fairlead_workergroup._remote import process, reaper, stacks
 
+from ..faults import find_running
 from ..processes import KINDS, read_pids, start_children
-from ..restarting import find_running
 
 # Other runs of these tests on this machine have groups of other names.
 GROUP = f"group-{os.getpid()}"

@@ -6,8 +6,7 @@ import pytest
 from fairlead_placement.extension import Board
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import WorkerGroupError
-from fairlead_workergroup._observe.publications import find_group
-from fairlead_workergroup.spi import find_groups
+from fairlead_workergroup._observe.publications import find_group, find_groups
 
 from ..faults import let_boards_have, publish
 

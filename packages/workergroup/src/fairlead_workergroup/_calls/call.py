@@ -24,14 +24,13 @@ from .._ray_private import end_of, is_stream
 from .._start.worker_class import Method
 from .._transport import replies, wait
 from .._transport.arguments import Arguments, Gathered, PassedOn
-from .._transport.replies import NotYet
-from .._transport.wait import ON_THREAD, ResultStream, Waiter, block, iterate, iterate_on_loop, short_traceback
+from .._transport.replies import NotYet, short_traceback
+from .._transport.wait import ON_THREAD, ResultStream, Waiter, block, iterate, iterate_on_loop
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, CallTimeoutError, EpochError, WorkerFailureError, WorkerGroupError
 from .core import Core, PlannedCall, Sent
 from .losses import diagnose, is_cancellation, refused_epochs, refused_error
-from .plan import CallOptions, Column, Recipients
-from .requests import make_requests, store_columns
+from .plan import CallOptions, Column, Recipients, make_columns, make_requests, replicate
 from .results import MultiWorkerFuture, ResultFetcher
 
 if TYPE_CHECKING:
@@ -55,10 +54,11 @@ def dispatch(
     owner: object,  # the group, which stays alive as long as a caller waits for the call
     method: Method,
     recipients: Recipients,
-    args: Sequence[Column],
-    kwargs: Mapping[str, Column],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     options: CallOptions,
     *,
+    column: Callable[[Any], Column] = replicate,  # returns who gets which part of an argument
     blocks: bool = False,  # whether the thread waits although it runs an event loop
     queues: bool = True,  # whether a call of an event loop that has to wait is sent later, and not refused
     sharding: NamedSharding | None = None,  # the axes that it was planned on; None if ranks were given by number
@@ -79,7 +79,10 @@ def dispatch(
             if replan is None:
                 raise
     # Before this call's turn: storing a large value must not delay the calls of other threads.
-    columns, names = store_columns(method, args, kwargs, Arguments()), list(kwargs)
+    prepare, names = Arguments().prepare, list(kwargs)
+    columns = make_columns(method, args, kwargs, column, prepare)
+    if method.function is not None:
+        columns = [Column([prepare(method.function)]), *columns]
     call = replace(call, requests=make_requests(method, recipients, columns, names))
     if replan is not None:
 
@@ -113,6 +116,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         # What has been sent; None as long as the call waits for that, and then the future of it.
         self._sent: Sent | None = None if isinstance(sent, Future) else sent
         self.sending: Future[Sent] | None = sent if isinstance(sent, Future) else None
+        self._yields_items = call.method.result == "items"  # whether the method is a generator
+        self._is_single = call.options.collect == ()
         self._cancelled: tuple[int, ...] = ()  # the ranks that had not finished when the call was cancelled
         self._items: dict[int, list[ObjectRef[Any]]] = {}  # that have arrived, by position
         self._handed_out: dict[int, int] = {}  # how many of them stream() has yielded, by position
@@ -339,21 +344,12 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
     @property
     def _ranks(self) -> Sequence[int]:
-        return self._call.ranks
+        return self._call.recipients.called
 
     @property
     def _positions(self) -> Sequence[int]:
         """The positions of the workers that return a result, in the order of the results."""
         return self._call.recipients.positions[0]
-
-    @property
-    def _yields_items(self) -> bool:
-        """Whether the method is a generator."""
-        return self._planned.method.result == "items"
-
-    @property
-    def _is_single(self) -> bool:
-        return self._planned.options.collect == ()
 
     @property
     def _is_sent(self) -> bool:
@@ -385,7 +381,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         """Refuse to wait for a call that was cancelled, or whose Ray has ended."""
         if self._cancelled:
             raise CallCancelledError(self._planned.method.name, self._cancelled)
-        self._core.roster.check_connected()
+        self._core.roster.connection.check()
 
     def _wait_until_sent(self, deadline: Deadline) -> Sent:
         """Wait until the call has been sent, and return what has been."""
@@ -417,9 +413,9 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             attempt = self._attempts
             try:
                 if not self._yields_items:
-                    return self._shape(wait.get_all(self._in_order(sent), deadline, self._check_late))
+                    return self._shape(sent, replies.values(self._in_order(sent), deadline, self._check_late))
                 wait.drain(self._unfinished(sent), lambda: deadline, self._check_late)
-                return self._shape([self._get_items(at) for at in self._positions])
+                return self._shape(sent, [self._get_items(at) for at in self._positions])
             except RayError as error:  # every exception of a worker, and none of a signal handler here
                 failure = self._failure(error)
             # A restart takes seconds.
@@ -445,7 +441,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             await wait.until_ended(list(map(end_of, sent.replies)), deadline, self._check_late)
             if not self._yields_items:
                 with contextlib.suppress(RayError, NotYet):
-                    return self._shape(replies.values(self._in_order(sent), 0.0))
+                    return self._shape(sent, replies.values(self._in_order(sent), Deadline.after(0.0)))
         return await asyncio.to_thread(self._result, deadline)
 
     def _in_order(self, sent: Sent) -> list[Any]:
@@ -453,9 +449,9 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         wanted, others = sent.call.recipients.positions
         return list(map(sent.replies.__getitem__, [*wanted, *others]))
 
-    def _shape(self, values: list[Any]) -> Any:
+    def _shape(self, sent: Sent, values: list[Any]) -> Any:
         """Return the result of the call for the values of `_in_order`, of which the first ones are the results."""
-        wanted, others = self._call.recipients.positions
+        wanted, others = sent.call.recipients.positions
         if self._planned.options.discard:
             return None
         return values[0] if self._is_single else values[: len(wanted)] if others else values
@@ -470,7 +466,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         """Return the items of a generator that has ended."""
         items = self._items.setdefault(at, [])
         wait.drain({self.futures[at]: items}, lambda: NEVER, self._check_late)
-        values = replies.values(items, None)
+        values = replies.values(items)
         if count := self._handed_out.get(at):
             raise WorkerGroupError(
                 f"stream() has handed out {count} item(s) of {self._planned.method.name!r} of rank {self._ranks[at]}, "
@@ -506,7 +502,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     async def _fetch(self, on: Waiter, ref: Any, deadline: Deadline) -> Any:
         """Return the value of a reference that is here or will be soon, or raise the failure of the call."""
         try:
-            (value,) = wait.get_all([ref], deadline, self._check_late) if on.blocks else await on.values([ref])
+            (value,) = replies.values([ref], deadline, self._check_late) if on.blocks else await on.values([ref])
         except RayError as error:
             raise (await on.apart(self._failure, error))  # noqa: B904  chained there
         return value
@@ -514,7 +510,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     async def _iterate(self, on: Waiter) -> AsyncGenerator[Outcome]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
         deadline = self._planned.deadline
-        self._core.roster.check_connected()
+        self._core.roster.connection.check()
         sent = await self._until_sent(on, deadline)
         at_of, answering = {reply: at for at, reply in enumerate(sent.replies)}, frozenset(self._positions)
         waiting = self._unfinished(sent)
@@ -532,8 +528,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         if self._planned.method.backpressure is None:  # otherwise the generators end only when their items are taken
             waiting = {end_of(reply): None for reply in waiting}
         while waiting:
-            self._core.roster.check_connected()
-            news = block(ON_THREAD.news(waiting, deadline.left(at_most=wait.REPORT_EVERY_S)))
+            self._core.roster.connection.check()
+            news = block(ON_THREAD.news(waiting, deadline.left(at_most=replies.REPORT_EVERY_S)))
             waiting = {reply: items for reply, items in waiting.items() if not news.get(reply)}
             if deadline.passed:
                 return not self._pending()
@@ -545,7 +541,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         """Return the outcome of a called worker that has finished."""
         reply = self.futures[at]
         try:
-            value: Any = self._get_items(at) if is_stream(reply) else replies.values([reply], None)[0]
+            value: Any = self._get_items(at) if is_stream(reply) else replies.values([reply])[0]
         except (RayError, WorkerGroupError) as error:
             if self._ranks[at] in self._cancelled:
                 return self._make_outcome(at, error=CallCancelledError(self._planned.method.name, (self._ranks[at],)))
@@ -572,7 +568,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
     def _pending(self) -> list[int]:
         """Return the positions of the workers that have not finished."""
-        self._core.roster.check_connected()
+        self._core.roster.connection.check()
         at_of = {end_of(reply): at for at, reply in enumerate(self.futures)}
         return [at_of[ref] for ref in replies.wait(list(at_of))[1]]
 
@@ -610,7 +606,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
             def drop(sent: Future[Sent]) -> None:
                 if sent.exception() is None:
-                    parts = dict(zip(sent.result().call.ranks, sent.result().replies, strict=True))
+                    parts = dict(zip(sent.result().call.recipients.called, sent.result().replies, strict=True))
                     self._core.cancel(parts, self._planned.method.name, force=force)
 
             sending.add_done_callback(drop)
@@ -641,7 +637,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             return False
         if self._core.policy.restarts_all:
             lost = list(range(len(sent.replies)))
-        ranks = [sent.call.ranks[at] for at in lost]
+        ranks = [sent.call.recipients.called[at] for at in lost]
         requests = [sent.call.requests[at] for at in lost]
         part = replace(sent.call, recipients=Recipients(ranks, ranks, None), requests=requests, deadline=deadline)
         again, merged = self._core.send(replace(part, replan=None)), list(sent.replies)

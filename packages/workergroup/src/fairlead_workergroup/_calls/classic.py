@@ -9,10 +9,10 @@ from typing import Any
 from ray import ObjectRef
 
 from .._observe.evidence import find_known_dead, judge_known_dead
-from .._transport.wait import short_traceback
+from .._transport.replies import short_traceback
 from .call import Call, dispatch
 from .core import Core
-from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, make_columns, plan_call
+from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, plan_call, replicate
 from .results import ClassicFutures, MultiWorkerFuture, fetch, fetch_bundle
 from .view import AddressedWorkers, Target
 
@@ -74,7 +74,7 @@ class ClassicCalls(AddressedWorkers):
             raise IndexError(f"worker_idx {worker_idx} is out of range: the group has ranks 0 to {size - 1}")
         recipients = Recipients([worker_idx], [worker_idx], None)
         future: ObjectRef[Any]
-        (future,) = self._dispatch(target, method_name, recipients, args, kwargs, _replicate).futures
+        (future,) = self._dispatch(target, method_name, recipients, args, kwargs, replicate).futures
         return future
 
     def run_all_workers_single_data(
@@ -97,7 +97,7 @@ class ClassicCalls(AddressedWorkers):
         """
         target = self._target
         plan = plan_call(target.mesh, first_along=run_rank_0_only_axes)
-        return self._dispatch(target, method_name, plan, args, kwargs, _replicate).futures
+        return self._dispatch(target, method_name, plan, args, kwargs, replicate).futures
 
     def run_all_workers_multiple_data(
         self,
@@ -231,13 +231,21 @@ class ClassicCalls(AddressedWorkers):
         self._note_deaths(target.core, recipients.called)
         common = common_kwargs or {}
         method = target.core.described.worker_class.find(method_name)
-        columns, named = make_columns(method, args, kwargs, column)
-        if both := sorted(set(named) & set(common)):
+        if both := sorted(set(kwargs) & set(common)):
             raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
-        named |= {name: Column([value]) for name, value in common.items()}
-        began, core, options = time.monotonic(), target.core, CallOptions()
+        named = {**kwargs, **{name: replicate(value) for name, value in common.items()}}
+        began, options = time.monotonic(), CallOptions()
         call = dispatch(
-            core, self, method, recipients, columns, named, options, sharding=target.sharding, queues=queues
+            target.core,
+            self,
+            method,
+            recipients,
+            args,
+            named,
+            options,
+            column=column,
+            sharding=target.sharding,
+            queues=queues,
         )
         if not queues or _get_running_loop() is None:
             self._classic_futures.add(call.futures, method.name, began)
@@ -249,7 +257,3 @@ class ClassicCalls(AddressedWorkers):
         dead = find_known_dead(members[rank] for rank in ranks if rank < len(members))
         if dead := [worker for worker in dead if self._classic_futures.has_any_of(worker.actor_id)]:
             core.roster.note(judge_known_dead(core.roster.judge, dead))
-
-
-def _replicate(value: Any) -> Column:
-    return Column([value])

@@ -33,8 +33,7 @@ from ..exceptions import (
     WorkerFailureError,
     WorkerGroupError,
 )
-from .plan import CallOptions, Recipients
-from .requests import extend_request
+from .plan import CallOptions, Recipients, extend_request
 
 
 class Need(NamedTuple):
@@ -77,11 +76,6 @@ class PlannedCall:
     is_hook: bool = False
     replan: "Callable[[], PlannedCall] | None" = None
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that are called."""
-        return self.recipients.called
-
 
 @dataclass(frozen=True, eq=False)
 class Sent:
@@ -110,8 +104,7 @@ class Core:
     def __post_init__(self) -> None:
         self._turn = _world.current.lock()
         self._sending: int | None = None  # the thread that submits a call
-        self._is_changing = False
-        self._waiting: list[Event] = []  # of the threads that wait for the end of a change
+        self._change_ends: Event | None = None  # while calls wait for a change
         # Calls of event loops that wait for the end of a change, in order.
         self._queued: deque[tuple[PlannedCall, Future[Sent]]] = deque()
         self.changes.turns = self
@@ -164,7 +157,7 @@ class Core:
     def begin_change(self) -> None:
         """Let no further call pass; one that is being submitted is submitted to its end."""
         with self._turn:
-            self._is_changing = True
+            self._change_ends = self._change_ends or _world.current.event()
 
     def end_change(self, error: BaseException | None = None) -> bool:
         """Send the calls that event loops have made in the meantime, and let others pass.
@@ -177,7 +170,7 @@ class Core:
         """
         settled: list[Callable[[], None]] = []
         with self._turn:
-            self._is_changing = False
+            ends, self._change_ends = self._change_ends, None
             while self._queued:
                 call, later = self._queued.popleft()
                 if not later.running() and not later.set_running_or_notify_cancel():
@@ -197,18 +190,17 @@ class Core:
                     self._queued.appendleft((call, later))
                     break
             waits = bool(self._queued)
-            waiting, self._waiting = self._waiting, []
-        for opens in waiting:
-            opens.set()
+        if ends is not None:
+            ends.set()
         for settle in settled:  # without the lock, because what waits for them may act
             settle()
         return waits
 
     def refuse_waiting(self) -> None:
         """Wake all that wait, because the group ends; without the lock, which a handler's own thread may hold."""
-        self._is_changing = False
-        for opens in list(self._waiting):
-            opens.set()
+        ends, self._change_ends = self._change_ends, None
+        if ends is not None:
+            ends.set()
         while self._queued:
             _, later = self._queued.popleft()
             if later.running() or later.set_running_or_notify_cancel():
@@ -216,47 +208,46 @@ class Core:
 
     def wait_for_turn(self, deadline: Deadline) -> bool:
         """Wait until every call that has begun to be sent is sent, and no change is under way; return if in time."""
-        while (opens := self._take_turn(lambda: None)) is not None:
-            if not wait_for_event(opens, deadline):
+        while True:
+            with self._turn:
+                ends = self._change_ends
+            if ends is None:
+                return True
+            if not wait_for_event(ends, deadline):
                 return False
-        return True
 
     def _try(self, call: PlannedCall) -> "Sent | list[WorkerFailure] | Event":
-        """Send a call, or return the lost workers that it needs, or the event of the end of the change."""
-        outcome: Sent | list[WorkerFailure] | Event = self._take_turn(partial(self._submit, call), is_hook=call.is_hook)
-        return outcome
-
-    def _take_turn(self, submit: Callable[[], Any], *, is_hook: bool = False) -> Any:
-        """Call a function in turn; return what it returns, or an event of the end of the change that is under way."""
+        """Send a call in its turn, or return the lost workers that it needs, or the event of the end of the change."""
         me = _world.current.thread()
-        if self._sending == me or (self._is_changing and not is_hook and self.changes.runs_here()):
+        if self._sending == me or (self._change_ends is not None and not call.is_hook and self.changes.runs_here()):
             raise WorkerGroupError(
                 "A signal handler or a finalizer made a call while its thread was sending another call of the same "
                 "group, or was changing the group. Set a flag in the handler, and make the call in the thread's own "
                 "code."
             )
         with self._turn:
-            if self._is_changing and not is_hook:
-                opens = _world.current.event()
-                self._waiting.append(opens)
-                return opens
+            if self._change_ends is not None and not call.is_hook:
+                return self._change_ends
             try:
                 self._sending = me
-                return submit()
+                return self._submit(call)
             finally:
                 self._sending = None
 
     def admit(self, call: PlannedCall) -> tuple[Snapshot, list[Need]] | list[WorkerFailure]:
         """Return the members and the needs of a call that may be sent; or the lost workers that it has to wait for."""
-        now = self.roster.check_alive()
+        now = self.roster.now
+        if now.ended:
+            raise self.roster.ended_error()
+        self.roster.connection.check()
         if call.sharding is not now.sharding:
             check_ranks(call, now)
         asked = () if call.is_hook else list(self.checks)
-        needs = [need for check in asked if (need := check(call.method.name, call.ranks)) is not None]
+        needs = [need for check in asked if (need := check(call.method.name, call.recipients.called)) is not None]
         if now.lost:
-            lost = self.policy.blocking(now, call.ranks)
+            lost = self.policy.blocking(now, call.recipients.called)
             # The methods that a change runs wait for their own workers only.
-            if blocking := [failure for failure in lost if not call.is_hook or failure.rank in call.ranks]:
+            if blocking := [failure for failure in lost if not call.is_hook or failure.rank in call.recipients.called]:
                 if call.is_hook or not self.policy.on_failure:
                     raise self._lost_error(blocking)
                 return blocking
@@ -280,7 +271,7 @@ class Core:
             conditions["needs"] = [tuple(need) for need in needs]
         if conditions:
             requests = [extend_request(request, call.method, conditions) for request in requests]
-        handles = [now.members[rank].handle for rank in call.ranks]
+        handles = [now.members[rank].handle for rank in call.recipients.called]
         return Sent(call, replies.submit(handles, requests), now.epoch)
 
     def _lost_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
@@ -292,7 +283,7 @@ class Core:
     def unsent_error(self, call: PlannedCall) -> CallTimeoutError:
         """Return the error of a call that could not be sent by its deadline."""
         waited_s, reason = _world.current.now() - call.began, self.changes.describe_wait()
-        return CallTimeoutError(call.method.name, waited_s, len(call.ranks), (), reason)
+        return CallTimeoutError(call.method.name, waited_s, len(call.recipients.called), (), reason)
 
     def failure_error(self, verdicts: Iterable[Verdict]) -> WorkerFailureError:
         """Record losses, and return the error that reports them."""
@@ -349,7 +340,7 @@ def find_core(group: object) -> Core:
 
 def check_ranks(call: PlannedCall, now: Snapshot) -> None:
     """Refuse to send a call that was not planned on these members, unless its ranks were given by number."""
-    if call.sharding is None and now.has(call.ranks):
+    if call.sharding is None and now.has(call.recipients.called):
         return
     raise EpochError(
         f"{call.method.name!r} was not sent: the group was resized {now.resizes[-1]}, after the call was made. Make "

@@ -118,8 +118,7 @@ class GroupHandle(TypedCalls):
 
     def __init__(self, identity: GroupIdentity) -> None:
         self._identity = identity
-        # It protects what is known of the group: a process connects once, and one thread at a time reads news. It is
-        # reentrant, because a signal handler may make a call while its thread reads.
+        # It protects what is known of the group: a process connects once, and one thread at a time reads news.
         self._lock = threading.RLock()
         self._core: _ClientCore | None = None
 
@@ -230,7 +229,7 @@ class _ClientCore(Core):
             self._read_newer()
 
     def _read_newer(self) -> None:
-        self.roster.check_connected()
+        self.roster.connection.check()
         with self.reading, head_deadline(HEAD_S):
             group, board, key = self.group, self.group.board, KEY + self.identity.group_id
             answer = None if board is None else read_board(board, key, group.publication, timeout_s=ANSWER_S)
@@ -260,8 +259,6 @@ class _ClientCore(Core):
             # A loss that this process has met, and that has not been repaired since.
             is_lost = known.failure is not None and known.process == fresh.process
             members.append(("" if row is None else row.actor_id, known if is_lost else fresh))
-        if group.publication < self.group.publication:
-            return  # a signal handler has read a later one in the meantime
         self.roster.adopt(group.epoch, group.sharding, members)
         self.group = group
 

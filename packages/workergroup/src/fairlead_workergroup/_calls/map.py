@@ -11,12 +11,13 @@ from typing import Any, Literal, NamedTuple
 from .._observe.display import Bar
 from .._start.worker_class import Method
 from .._transport.arguments import Arguments
-from .._transport.wait import REPORT_EVERY_S, ResultStream, Waiter
+from .._transport.replies import REPORT_EVERY_S
+from .._transport.wait import ResultStream, Waiter
 from .._world import NEVER, Deadline
 from ..exceptions import CallTimeoutError, EpochError, WorkerFailureError
 from .call import Call, dispatch
 from .core import Core
-from .plan import CallOptions, Column, Recipients
+from .plan import CallOptions, Recipients
 
 logger = logging.getLogger(__name__)
 
@@ -201,11 +202,11 @@ class _Balancer:
 
     def _send(self, item: _Item, *, may_wait: bool) -> None:
         recipients = Recipients([item.rank], [item.rank], None)
-        columns, each = [Column([item.value])], self._options.each
+        args, each = [item.value], self._options.each
         timeout_s = self._core.call_timeout_s if each.timeout is None else each.timeout
         item = item._replace(deadline=Deadline.after(timeout_s))
         try:
-            call = dispatch(self._core, self._owner, self.method, recipients, columns, {}, each, blocks=not may_wait)
+            call = dispatch(self._core, self._owner, self.method, recipients, args, {}, each, blocks=not may_wait)
         except EpochError:  # the worker has left since it was chosen
             self._again.appendleft((item.position, item.value))
             self._drop_departed()
@@ -227,7 +228,7 @@ class _Balancer:
         report = Deadline.after(REPORT_EVERY_S)
         arrived: list[Call] = []
         while not arrived and not until.passed:
-            self._core.roster.check_connected()  # a Ray that has been shut down answers nothing
+            self._core.roster.connection.check()  # a Ray that has been shut down answers nothing
             arrived = await on.finished(self._sent, until.left(at_most=CONNECTED_EVERY_S) or 0.0)
             if not arrived and report.passed:
                 report = Deadline.after(REPORT_EVERY_S)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a call: which workers it reaches, which values they get, and which of them return a result. Pure."""
+"""The plan of a call: which workers it reaches, the request to each, and which of them return a result."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,7 +15,8 @@ from fairlead_sharding import NamedSharding
 from .._membership.model import Resize
 from .._observe.display import shorten_rows
 from .._start.worker_class import Method
-from .._transport.arguments import PassedOn, PerWorker, Shard, is_inlined
+from .._transport.arguments import Gathered, NotPicklableError, PassedOn, PerWorker, Shard, is_inlined
+from .._transport.replies import Request
 from .._world import check_timeout
 from ..exceptions import EpochError
 
@@ -241,10 +242,9 @@ class CallPlan(Recipients):
 
     def explain(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallExplanation:
         """Return what a call with this plan would do. Nothing is stored or called."""
-        columns, named = make_columns(method, args, kwargs, self.column)
-        method.check(len(args), tuple(kwargs))
+        columns = make_columns(method, args, kwargs, self.column)
         names = [f"argument {at}" for at in range(len(args))] + list(kwargs)
-        arguments = list(zip([*args, *kwargs.values()], [*columns, *named.values()], strict=True))
+        arguments = list(zip([*args, *kwargs.values()], columns, strict=True))
         order = {rank: str(at) for at, rank in enumerate(self.returned)}
         coords = self.mesh.coords
         rows = []
@@ -299,21 +299,109 @@ def column_per_worker(values: Any, count: int) -> Column:
     return Column([values[at] for at in range(count)], range(count))
 
 
+def replicate(value: Any) -> Column:
+    """Return the column in which all called workers get the same value."""
+    return Column([value])
+
+
 def make_columns(
-    method: Method, args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[Any], Column]
-) -> tuple[list[Column], dict[str, Column]]:
-    """Return the arguments of a call as columns, each made from its value; errors name the argument and the method."""
+    method: Method,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    make: Callable[[Any], Column],
+    prepare: Callable[[Any], Any] | None = None,
+) -> list[Column]:
+    """Return the arguments of a call as columns, those by name last; errors name the argument and the method.
 
-    def column(name: str | int, value: Any) -> Column:
+    Args:
+        method: the method; arguments that it does not take are refused first.
+        args: the positional arguments; a `Column` stays as it is.
+        kwargs: the arguments by name.
+        make: returns the column of a value.
+        prepare: returns the object that travels in place of a value.
+    """
+    method.check(len(args), tuple(kwargs))
+    columns = []
+    for at, value in enumerate((*args, *kwargs.values())):
         try:
-            return make(value)
+            column = value if isinstance(value, Column) else make(value)
+            columns.append(column if prepare is None else column.map(prepare))
         except (TypeError, ValueError) as error:
-            if type(error) not in (TypeError, ValueError):  # raised by a class of the user
+            if type(error) not in (TypeError, ValueError, NotPicklableError):  # raised by a class of the user
                 raise
-            raise type(error)(f"argument {name!r} of {method.name!r}: {error}") from None
+            name = list(kwargs)[at - len(args)] if at >= len(args) else method.parameter(at)
+            kind = ValueError if type(error) is ValueError else TypeError
+            raise kind(f"argument {name!r} of {method.name!r}: {error}") from None
+    return columns
 
-    columns = [column(method.parameter(at), value) for at, value in enumerate(args)]
-    return columns, {name: column(name, value) for name, value in kwargs.items()}
+
+def make_requests(
+    method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str]
+) -> Sequence[Request]:
+    """Return the request to each recipient in order; the last columns are the keyword arguments of these names."""
+    same = []
+    for column in columns:
+        if column.index is None and not isinstance(column.values[0], Gathered):
+            same.append(column.values[0])
+    if recipients.answers is not None or len(same) < len(columns):
+        return list(_make_rows(method, recipients, columns, names))
+    positional = len(columns) - len(names)
+    args, kwargs = same[:positional], dict(zip(names, same[positional:], strict=True))
+    return [make_request(method, {}, args, kwargs)] * len(recipients.called)
+
+
+def make_request(method: Method, how: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Request:
+    """Return the request that runs a method, or the function in its place, as `how` says; see `_fairlead_begin`."""
+    if method.function is not None:
+        how = {"function": True, **how}
+    if not how:
+        return Request(method.name, args, kwargs)
+    how = {"method": method.name, **how}
+    if method.result == "items" and "silent" not in how:  # Ray streams only from generator methods
+        return Request("_fairlead_iterate", [how, *args], kwargs, method.backpressure)
+    return Request("_fairlead_call", [how, *args], kwargs)
+
+
+def extend_request(request: Request, method: Method, more: dict[str, Any]) -> Request:
+    """Return a request with more conditions of how it is run."""
+    if not request.method.startswith("_fairlead_"):
+        return make_request(method, more, request.args, request.kwargs)
+    how, *args = request.args
+    return request._replace(args=[{**how, **more}, *args])
+
+
+def _make_rows(
+    method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str]
+) -> Iterator[Request]:
+    """Return requests that are not the same for all recipients."""
+    gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
+    count, answers = len(recipients.called), recipients.answers
+    positional = len(columns) - len(names)
+    rows = zip(*(column.expand(count) for column in columns), strict=True) if columns else [()] * count
+    for at, row in enumerate(rows):
+        how: dict[str, Any] = {}
+        args, kwargs = list(row[:positional]), dict(zip(names, row[positional:], strict=True))
+        if gathers:
+            how["plan"], *args = _flatten(args, kwargs)
+            kwargs = {}
+        if answers is not None and not answers[at]:
+            how["silent"] = True
+        yield make_request(method, how, args, kwargs)
+
+
+def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return a plan of the arguments, followed by each single value: Ray finds references at the top level only.
+
+    The plan has a pair `(name or None, number of values or None)` for each argument. The number is None for an argument
+    that is not a list.
+    """
+    plan: list[tuple[str | None, int | None]] = []
+    flat: list[Any] = []
+    for name, value in (*((None, value) for value in args), *kwargs.items()):
+        is_list = isinstance(value, Gathered)
+        plan.append((name, len(value.refs) if is_list else None))
+        flat.extend(value.refs if is_list else [value])
+    return [plan, *flat]
 
 
 def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), discard: bool = False) -> CallPlan:

@@ -14,8 +14,8 @@ from ray.exceptions import RayError
 
 from .._ray_private import end_of, is_stream
 from .._transport import replies
-from .._transport.replies import task_of
-from .._transport.wait import REPORT_EVERY_S, drain, get_all, short_traceback
+from .._transport.replies import REPORT_EVERY_S, short_traceback, task_of
+from .._transport.wait import drain
 from .._world import Deadline
 from ..exceptions import CallTimeoutError
 from .core import Core
@@ -154,7 +154,7 @@ def fetch(
     """
     core = None if group is None else group.core
     if core is not None:
-        core.roster.check_connected()
+        core.roster.connection.check()
     for future in futures:
         if not isinstance(future, (ObjectRef, ObjectRefGenerator)):
             raise TypeError(f"expected an ObjectRef or a generator of them, got {type(future).__name__}")
@@ -170,7 +170,7 @@ def fetch(
             drain({**streams, **dict.fromkeys(singles)}, lambda: wait.deadline, wait.check_late)
         slots = [slot for future in futures for slot in streams.get(future, [future])]
         refs = [slot for slot in slots if not is_stream(slot)]
-        values = get_all([*refs, *waited_for], wait.deadline, wait.check_late)[: len(refs)]
+        values = replies.values([*refs, *waited_for], wait.deadline, wait.check_late)[: len(refs)]
     except CallTimeoutError:
         _items_before_deadline.update(streams)
         raise

@@ -13,7 +13,7 @@ from ..exceptions import EpochError
 from .call import Call, dispatch
 from .core import Core
 from .map import MapOptions, Strategy, map_items
-from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_columns, make_plan, select
+from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_plan, select
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -67,7 +67,6 @@ class Target:
         """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive until its end."""
         called = self.core.described.worker_class.find(method)
         plan = make_plan(self.mesh, options)
-        columns, named = make_columns(called, args, kwargs, plan.column)
 
         def plan_again() -> tuple[CallPlan, NamedSharding]:
             target = self.follow()
@@ -76,7 +75,18 @@ class Target:
         # Values that were split for the size that the group had cannot be sent when it has another one.
         is_split = any(isinstance(value, (Shard, PerWorker)) for value in (*args, *kwargs.values()))
         replan = None if is_split else plan_again
-        return dispatch(self.core, owner, called, plan, columns, named, options, sharding=self.sharding, replan=replan)
+        return dispatch(
+            self.core,
+            owner,
+            called,
+            plan,
+            args,
+            kwargs,
+            options,
+            column=plan.column,
+            sharding=self.sharding,
+            replan=replan,
+        )
 
     def explain(
         self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]

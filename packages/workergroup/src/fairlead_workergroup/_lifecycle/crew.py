@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ray.exceptions import RayError
-
 from fairlead_placement import HeadTimeoutError, PlacementError, PortLease, RayVirtualCluster, Slot
 
 from .. import _world
@@ -18,9 +16,8 @@ from .._observe.head import alive_nodes, read_placement_group
 from .._observe.publications import ANSWER_S
 from .._start.layout import choose_slots, move_places, resize_places
 from .._world import NEVER, Deadline
-from ..exceptions import WorkerFailure, WorkerFailureError, WorkerStartError
+from ..exceptions import WorkerFailure, WorkerFailureError
 from .launcher import Launcher, LaunchPlan
-from .moves import PreparedProcess, check_alike, check_slots, prepare_processes
 from .resources import usable_slots
 
 # Ray reports the cause of a death that it knows at once.
@@ -34,7 +31,6 @@ class Staging:
     epoch: int
     places: tuple[Place, ...]
     launch: LaunchPlan
-    targets: Mapping[int, PreparedProcess]  # the processes that take over ranks
     renews_port: bool  # whether another master port is leased when the old workers have ended
     slots: Sequence[Slot]
 
@@ -73,30 +69,22 @@ class Crew:
         except HeadTimeoutError:
             return False
 
-    def check_alike(self) -> None:
-        """Refuse ranks that cannot take each other's place."""
-        check_alike(self._launcher)
-
     def acquire(self, before: Snapshot, plan: Plan, undo: ExitStack, deadline: Deadline) -> Staging:
         """Get slots, processes, and the environment of new workers; see `ports.Crew`."""
         if not self._roster.handles:
-            return Staging(0, before.places, self._launcher.planned, {}, False, self._slots)
+            return Staging(0, before.places, self._launcher.planned, False, self._slots)
         undo.callback(self._resources.drop_next_port)
         if plan.resize is not None:
             self._note_slots()
-        targets = self._find_targets(plan.move, deadline) if plan.move else {}
-        undo.callback(self._resources.discard, [one.number for one in targets.values()])
-        places = move_places(before.places, {rank: one.slot for rank, one in targets.items()})
-        stays = [rank for rank in (*plan.start, *plan.replace) if rank < len(places) and rank not in targets]
+        places = self._move(before.places, plan.move) if plan.move else before.places
+        stays = [rank for rank in (*plan.start, *plan.replace) if rank < len(places) and rank not in plan.move]
         moved, slots = self._find_new_slots(places, stays, before, deadline)
-        needs_plan = plan.resize is not None or moved is not places
         if plan.resize is not None:
             added = self._claim(before, plan.sharding.size - len(before.members), plan.slots)
             moved = resize_places(moved, plan.sharding.size, added, prefix=self._roster.name_prefix)
-        if needs_plan:
+        launch = self._launcher.planned
+        if moved is not before.places:
             launch = self._launcher.plan(moved, plan.sharding, deadline=deadline)
-        else:
-            launch = self._launcher.replan(moved) if targets else self._launcher.planned
         self._claim_for(moved, before)
         lease, survives = self._resources.lease, len(plan.replace) < len(before.members)
         # With one port, the next processes use it when the old ones have ended.
@@ -104,27 +92,23 @@ class Crew:
         needs_port = is_new or lease is None or lease.node_id != moved[0].slot.node_id
         if needs_port and survives:  # those that keep running use the present one until then
             self._resources.lease_next_port(moved[0].slot, deadline)
-        return Staging(before.epoch + 1, moved, launch, targets, needs_port and not survives, slots)
+        return Staging(before.epoch + 1, moved, launch, needs_port and not survives, slots)
 
     def start(
         self, staged: Staging, ranks: Sequence[int], undo: ExitStack, deadline: Deadline, check: Callable[[], None]
     ) -> list[Started]:
         """Start the processes of ranks, until their constructors have finished."""
-        taken = {rank: staged.targets[rank] for rank in ranks if rank in staged.targets}
         undo.callback(self._undo_start, ranks)
         if staged.renews_port:
             self._resources.release_port()
-        started = self._launcher.start(
+        return self._launcher.start(
             staged.launch,
             ranks,
             lease=lambda: self._lease(staged, deadline.sooner(Deadline.after(self._launcher.spec.start_timeout_s))),
             epoch=staged.epoch,
-            processes={rank: one.worker for rank, one in taken.items()},
             deadline=deadline,
             check=check,
         )
-        self._resources.forget([one.number for one in taken.values()])  # their processes belong to ranks now
-        return started
 
     def facts(self, staged: Staging) -> tuple[WorkerFacts, ...]:
         """Return the facts of each rank in the next epoch."""
@@ -179,25 +163,17 @@ class Crew:
             known = {slot.node_idx for slot in self._slots}
             self._slots = [*self._slots, *(slot for slot in cluster.slots() if slot.node_idx not in known)]
 
-    def _find_targets(self, ranks: Sequence[int], deadline: Deadline) -> dict[int, PreparedProcess]:
-        """Return the process that each rank moves to, in a free slot of the cluster."""
+    def _move(self, places: Sequence[Place], ranks: Sequence[int]) -> tuple[Place, ...]:
+        """Claim free slots of the cluster for ranks, and return all places."""
+        if any(len(places[rank].tied_bundles[1]) > 1 for rank in ranks):
+            raise ValueError("the workers of tied groups do not move to other slots: restart them where they are")
         free = self._resources.claim_free(self._launcher.spec.slots(), len(ranks))
         if len(free) < len(ranks):
             raise ValueError(
                 f"{len(ranks)} rank(s) need as many free slots, and there are {len(free)} that can be used. Reserve "
                 "more with cluster.extend()."
             )
-        check_slots(self._launcher, free)
-        try:
-            prepared = prepare_processes(self._launcher, free, deadline)
-        except TimeoutError as error:
-            raise WorkerStartError(
-                "a process that a rank was to move to had not imported the class's module at the deadline "
-                "(Timeouts.start_s, or the timeout of the replacement)"
-            ) from error
-        except RayError as error:
-            raise WorkerStartError(f"a process that a rank was to move to did not start: {error}") from error
-        return dict(zip(ranks, prepared, strict=True))
+        return move_places(places, dict(zip(ranks, free, strict=True)))
 
     def _claim(self, before: Snapshot, count: int, slots: Sequence[Slot] | None) -> list[Slot]:
         """Claim the slots of new ranks."""

@@ -93,26 +93,6 @@ class Launcher(Described):
         plans = plan_workers(places, described, sharding=sharding, env_vars=spec.env_vars, python=python)
         return LaunchPlan(described, plans, sharding, python)
 
-    def replan(self, places: Sequence[Place]) -> "LaunchPlan":
-        """Return the plan of all workers at other places, on nodes that have their Python already."""
-        return dataclasses.replace(self.planned, workers=self._plan_workers(places))
-
-    def plan_in(self, slot: Slot) -> WorkerPlan:
-        """Return the plan of a worker without a rank in a slot, with the options of rank 0."""
-        first = self.planned.workers[0].place
-        place = dataclasses.replace(first, slot=slot, name=f"{self._roster.name_prefix}-move")
-        (worker,) = self._plan_workers([place])
-        return worker
-
-    def device_facts(self, place: Place, places: Sequence[Place]) -> dict[str, Any]:
-        """Return what a worker has to know about accelerators, of which the places of its node have some."""
-        return device_facts(place, [one.slot for one in places], self.spec.options)
-
-    def _plan_workers(self, places: Sequence[Place]) -> list[WorkerPlan]:
-        """Plan workers at some places, with the class, the axes and the Python of the present plan."""
-        plan, env_vars = self.planned, self.spec.env_vars
-        return plan_workers(places, plan.worker_class, sharding=plan.sharding, env_vars=env_vars, python=plan.python)
-
     def adopt(self, plan: "LaunchPlan") -> None:
         """Use a plan for all starts from now on."""
         self._plan = plan
@@ -142,18 +122,16 @@ class Launcher(Described):
         *,
         lease: Callable[[], PortLease],
         epoch: int,
-        processes: Mapping[int, RunningWorker],
         deadline: Deadline,
         check: Callable[[], None],
     ) -> list[Started]:
         """Start the workers of these ranks, and wait until every constructor has finished.
 
-        `processes` take over ranks; the others start in new ones. Their memory is limited from now on, so that the
-        epoch needs no answer of an agent to begin.
+        Their memory is limited from now on, so that the epoch needs no answer of an agent to begin.
         """
         # Actors first: the agent that holds the port starts at the same time as the processes of the workers.
         with head_deadline(self.spec.start_timeout_s):
-            actors = self._create_actors(plan, ranks, processes)
+            actors = self._create_actors(plan, ranks)
         port = lease().port
         started = self._construct(plan, actors, port, epoch=epoch, deadline=deadline, check=check)
         if self.spec.memory_limit is not None:
@@ -214,30 +192,21 @@ class Launcher(Described):
         """Return how long a part of a start may take, in seconds."""
         return deadline.left(at_most=self.spec.start_timeout_s) or 0.0
 
-    def _create_actors(
-        self, plan: "LaunchPlan", ranks: Sequence[int], processes: Mapping[int, RunningWorker]
-    ) -> dict[int, RunningWorker]:
-        """Create the actors of ranks that take over no process; return the workers of all ranks, in order."""
+    def _create_actors(self, plan: "LaunchPlan", ranks: Sequence[int]) -> dict[int, RunningWorker]:
+        """Create the actors of ranks; return their workers, in order."""
         token, registration = self.spec.token, self.resources.registration
         if registration is None:
             raise self._roster.ended_error()
         starting: dict[int, RunningWorker] = {}
 
-        def add(rank: int, running: RunningWorker) -> None:
-            self.resources.add({rank: running})
-            starting[rank] = running
+        def add(worker: WorkerPlan, actor: Any) -> None:
+            rank = worker.place.rank
+            starting[rank] = RunningWorker(actor, worker.place.slot.node_id, mark_of(token, rank))
+            self.resources.add({rank: starting[rank]})
 
-        def add_new(worker: WorkerPlan, actor: Any) -> None:
-            place = worker.place
-            add(place.rank, RunningWorker(actor, place.slot.node_id, mark_of(token, place.rank)))
-
-        for rank, process in processes.items():
-            add(rank, dataclasses.replace(process, mark=mark_of(token, rank)))
-        registration.name_actors({actor_id_of(one.handle): one.name for one in processes.values()})
-        workers = [plan.workers[rank] for rank in ranks if rank not in processes]
+        workers = [plan.workers[rank] for rank in ranks]
         names = [actor_name(one.place, token, self._roster.next_incarnation(one.place.rank)) for one in workers]
-        name = self._roster.name_prefix
-        create_actors(workers, plan.worker_class, names, name=name, add=add_new)
+        create_actors(workers, plan.worker_class, names, name=self._roster.name_prefix, add=add)
         registration.publish({rank: one.handle for rank, one in starting.items()})
         return {rank: starting[rank] for rank in ranks}
 
@@ -256,7 +225,7 @@ class Launcher(Described):
         configured = Arguments()
         shared = {**spec.facts, "layout": arguments.layout_of(plan.sharding)}
         known = self.facts(plan, port, epoch=epoch)
-        on_node = group_pairs((worker.place.slot.node_id, worker.place) for worker in plan.workers)
+        slots_on = group_pairs((worker.place.slot.node_id, worker.place.slot) for worker in plan.workers)
         refs = []
         for rank, one in actors.items():
             worker, mine = plan.workers[rank], known[rank]
@@ -266,7 +235,7 @@ class Launcher(Described):
                 "tree": f"{one.mark}{mine.incarnation}",
                 "env": {**worker.environment.variables, **mine.env},
                 "path": list(worker.environment.path),
-                "devices": self.device_facts(worker.place, on_node[worker.place.slot.node_id]),
+                "devices": device_facts(worker.place, slots_on[worker.place.slot.node_id], spec.options),
             }
             kwargs = {name: configured.prepare(value) for name, value in worker.init_kwargs.items()}
             # The lists keep Ray from resolving the references: the host fetches them once the environment is set.

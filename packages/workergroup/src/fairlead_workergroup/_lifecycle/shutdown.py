@@ -43,7 +43,6 @@ class RunningWorker:
     mark: str  # the prefix of its identity, as from `process.mark_of`
     pid: int = 0  # until it has started
     started: int = -1  # the start tick of the process
-    name: str = ""  # of an actor that was started without a rank, and keeps its name when it takes over one
 
     @property
     def key(self) -> Process:

@@ -10,16 +10,12 @@ from ..exceptions import LateWorker, ResizeTimeoutError
 from .operations import Operation
 from .roster import Roster
 
-# How long a caller that was interrupted waits until its operation has been undone.
-UNDO_S = 5.0
-
-
-class Cancelled(Exception):
-    """The change is not awaited any more, and can be undone."""
-
 
 class Change:
-    """An operation on its way; calls wait for one that `is_shared`, and any of them may have requested it."""
+    """An operation on its way; calls wait for one that `is_shared`, and any of them may have requested it.
+
+    It runs to its end, even if whoever has requested it does not wait any more, for example after Ctrl-C.
+    """
 
     def __init__(self, operation: Operation, deadline: Deadline, roster: Roster, *, is_shared: bool) -> None:
         self.operation: Operation = operation
@@ -31,7 +27,6 @@ class Change:
         self._context = contextvars.copy_context()
         self._done = _world.current.event()
         self._error: BaseException | None = None
-        self._is_cancelled = self._is_sealed = False
 
     def run(self, work: Callable[["Change"], None]) -> None:
         """Do the work in the context of the thread that has requested it; keep what it raises."""
@@ -52,24 +47,11 @@ class Change:
             raise self._error.with_traceback(None)
         return True
 
-    def cancel(self) -> None:
-        """Undo the change if it still can be, and wait for that a moment."""
-        self._is_cancelled = True
-        if not self._is_sealed:
-            wait_for_event(self._done, Deadline.after(UNDO_S))
-
     def check(self) -> None:
-        """Raise if the change has to be undone now: it was cancelled, or the group or its Ray ends."""
+        """Raise if the change has to be given up: the group or its Ray ends."""
         if self._roster.ending:
             raise self._roster.ended_error()
-        self._roster.check_connected()
-        if self._is_cancelled and not self._is_sealed:
-            raise Cancelled
-
-    def seal(self) -> None:
-        """Raise as `check` does; otherwise run to the end from now on, whatever happens to those who wait."""
-        self.check()
-        self._is_sealed = True
+        self._roster.connection.check()
 
     @property
     def time_s(self) -> float | None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one owner of change: operations on a group run one after another, on one thread, through the same steps."""
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +11,7 @@ from .. import _world
 from .._world import NEVER, Deadline, wait_for_event
 from ..exceptions import WorkerFailure, WorkerGroupError
 from .change import Change
-from .operations import CLUSTER_GONE, Operation, RestartLost, RestartPolicy
-from .phases import LEGAL, Phase
+from .operations import CLUSTER_GONE, Operation, RestartLost, RestartPolicy, Start
 from .ports import Crew, Hooks, Transport, Turns
 from .roster import Roster
 from .steps import Steps
@@ -54,7 +52,6 @@ class Membership(FixedMembership):
 
     def __init__(self, roster: Roster, crew: Crew[Any], transport: Transport, hooks: Hooks) -> None:
         super().__init__(crew.policy)
-        self._phase = Phase.NEW
         self._roster = roster
         self._ports = crew, transport, hooks
         # It protects the queue: there is a thread while there is work, and only one.
@@ -65,28 +62,20 @@ class Membership(FixedMembership):
         self._thread: int | None = None
         self._idle = _world.current.event()
 
-    @property
-    def phase(self) -> Phase:
-        """The present phase of the group."""
-        if self._roster.now.ended:
-            return Phase.ENDED
-        return Phase.ENDING if self._roster.ending else self._phase
-
     def change(self, operation: Operation, deadline: Deadline = NEVER) -> Change:
         """Run an operation, and wait until it is over."""
-        try:
-            change = self.begin(operation, deadline)
-            if not change.wait(deadline):
-                with self._lock:  # if nothing is before it, its thread is about to take it, and will see the deadline
-                    is_next = self._running is None and bool(self._queue) and self._queue[0] is change
-                if not is_next and self.withdraw(operation):
-                    raise change.late_error(
-                        "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
-                    )
-                change.wait()
-        except BaseException:
-            self.give_up(operation)
-            raise
+        change = self.begin(operation, deadline)
+        if not change.wait(deadline):
+            with self._lock:
+                # If nothing is before it, its thread is about to take it, and will see the deadline.
+                waits = change in self._queue and (self._running is not None or self._queue[0] is not change)
+                if waits:
+                    self._queue.remove(change)
+            if waits:
+                raise change.late_error(
+                    "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
+                )
+            change.wait()
         return change
 
     def begin(self, operation: Operation, deadline: Deadline = NEVER, *, is_shared: bool = False) -> Change:
@@ -96,18 +85,19 @@ class Membership(FixedMembership):
                 f"{operation.name} cannot be requested by what the present change of the group waits for. Request it "
                 "when that has ended."
             )
-        with self._lock:
-            if self._roster.ending:
-                raise self._roster.ended_error()
-            under_way = [one for one in (self._running, *self._queue) if one is not None and one.is_shared]
-            if is_shared and under_way:
-                change = under_way[0]
-            else:
-                change = Change(operation, deadline, self._roster, is_shared=is_shared)
-                self._queue.append(change)
-        # For a shared one too: Ctrl-C may have come between its request and the start of the thread.
-        if self._thread is None:
-            _world.current.spawn("fairlead-change", self._serve)
+        try:
+            with self._lock:
+                if self._roster.ending:
+                    raise self._roster.ended_error()
+                under_way = [one for one in (self._running, *self._queue) if one is not None and one.is_shared]
+                if is_shared and under_way:
+                    change = under_way[0]
+                else:
+                    change = Change(operation, deadline, self._roster, is_shared=is_shared)
+                    self._queue.append(change)
+        finally:  # also after Ctrl-C: what is in the queue runs, and others may wait for it already
+            if self._queue and self._thread is None:
+                _world.current.spawn("fairlead-change", self._serve)
         return change
 
     def restart_lost(self, deadline: Deadline) -> bool:
@@ -144,22 +134,6 @@ class Membership(FixedMembership):
             idle = self._idle
         return wait_for_event(idle, deadline)
 
-    def withdraw(self, operation: Operation) -> bool:
-        """Take an operation that has not begun out of the queue; return whether it was there."""
-        with self._lock:
-            waiting = [one for one in self._queue if one.operation is operation]
-            for one in waiting:
-                self._queue.remove(one)
-            return bool(waiting)
-
-    def give_up(self, operation: Operation) -> None:
-        """Withdraw an operation that is not awaited any more, or undo it if that can still be done."""
-        if self.withdraw(operation):
-            return
-        running = self._running  # after the look at the queue, from which the thread takes it
-        if running is not None and running.operation is operation:
-            running.cancel()
-
     def _serve(self) -> None:
         """Run operations as long as there are any; the work of a thread."""
         with self._lock:
@@ -180,35 +154,22 @@ class Membership(FixedMembership):
             change.finish()
             del change  # what it raised must not live until the next one
 
-    def _enter(self, phase: Phase) -> None:
-        """Go to the next phase."""
-        with self._lock:
-            if self._roster.ending:
-                raise self._roster.ended_error()
-            if phase not in LEGAL[self._phase]:
-                raise AssertionError(f"a group cannot go from {self._phase} to {phase}")
-            self._phase = phase
-
     def _run(self, change: Change) -> None:
         """Plan an operation, and carry the plan out."""
-        if self._phase is Phase.NEW:
-            self._enter(Phase.STARTING)
+        change.check()
+        if isinstance(change.operation, Start):
             self._carry_out(change)
-            self._enter(Phase.SERVING)
             return
         goes_on, failure = True, None
         with head_deadline(change.deadline.left()):
             while goes_on:
                 self._roster.check_alive()
-                self._enter(Phase.PREPARING)
                 try:
                     goes_on = self._carry_out(change)
                 except BaseException as error:
                     failure = error
                     raise
                 finally:
-                    with contextlib.suppress(WorkerGroupError):  # the group ends
-                        self._enter(Phase.BROKEN if self._roster.now.is_broken else Phase.SERVING)
                     # Calls of event loops that have waited may need a worker that is lost now.
                     if self.turns.end_change(failure):
                         self._queue.append(Change(RestartLost(), NEVER, self._roster, is_shared=True))
@@ -218,6 +179,6 @@ class Membership(FixedMembership):
         plan = change.operation.plan(self._roster.now, self._ports[0])
         if plan is None:
             return False
-        steps = Steps(plan, change, self._roster, self._ports, enter=self._enter, turns=self.turns)
+        steps = Steps(plan, change, self._roster, self._ports, self.turns)
         change.ranks += steps.run()
         return plan.again

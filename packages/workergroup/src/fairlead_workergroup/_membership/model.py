@@ -190,7 +190,7 @@ class Snapshot:
 
     Attributes:
         version: the number of transitions before it.
-        epoch: the number of changes of membership before it: restarts, resizes and replacements.
+        epoch: the number of changes of membership before it: restarts and resizes.
         sharding: the axes over the ranks.
         members: the members by rank.
         departed: the last member of each rank that the group does not have any more.

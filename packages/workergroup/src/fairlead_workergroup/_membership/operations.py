@@ -72,7 +72,7 @@ class Plan:
     sharding: NamedSharding  # of the next epoch
     start: tuple[int, ...] = ()  # new or lost ranks, whose processes start while calls go on
     replace: tuple[int, ...] = ()  # ranks whose old process ends before the constructor of the new one runs
-    move: tuple[int, ...] = ()  # the replaced ranks that get another process in another slot
+    move: tuple[int, ...] = ()  # the replaced ranks that start in other slots
     leave: tuple[int, ...] = ()  # ranks that leave the group
     slots: Sequence[Slot] | None = None  # of the new ranks, in order; None for free ones of the cluster
     counted: frozenset[int] = frozenset()  # the ranks for which this counts as a restart
@@ -95,9 +95,6 @@ class Facilities(Protocol):
 
     def lacks_cluster(self, ranks: Iterable[int]) -> bool:
         """Return whether the cluster of a rank has been shut down, so that nothing starts in its slot."""
-
-    def check_alike(self) -> None:
-        """Refuse ranks that cannot take each other's place."""
 
 
 class Operation(Protocol):

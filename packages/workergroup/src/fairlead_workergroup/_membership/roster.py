@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fairlead_placement.extension import connection
 from fairlead_sharding import NamedSharding
 
 from .. import _world
@@ -30,7 +29,7 @@ class Roster:
         self.worker_metadata: list[dict[str, Any]] = []
         self.judge: Judge = Judge()
         self.ending: bool = False
-        self._made_on = connection()
+        self.connection = _world.Connection(self)
         # What packages show of the group, by the key that each has chosen.
         self.shown: dict[str, Callable[[], Any]] = {}
         # It protects the members and the actors, which change together.
@@ -52,24 +51,19 @@ class Roster:
     @property
     def connected(self) -> bool:
         """Whether the Ray that the group was made on is still the one of this process."""
-        return self._made_on == connection()
+        return self.connection.is_open
 
     @property
     def is_over(self) -> bool:
         """Whether the group or its Ray has ended or is about to: then nothing more is started or published."""
         return self.ending or not self.connected
 
-    def check_connected(self) -> None:
-        """Refuse to continue without the Ray that the group was made on."""
-        if self._made_on != connection():
-            raise WorkerGroupError(f"{self!r}: the Ray it was made on has been shut down; make a new group")
-
     def check_alive(self) -> Snapshot:
         """Return the members of a group that has not ended."""
         now = self.now
         if not self.handles:
             raise self.ended_error()
-        self.check_connected()
+        self.connection.check()
         return now
 
     def ended_error(self) -> WorkerGroupError:

@@ -2,7 +2,7 @@
 """The steps of every change: acquire, prepare, quiesce, end, construct, commit, deliver."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,6 @@ from ..exceptions import BrokenEpochError, WorkerFailureError, WorkerStartError
 from .change import Change
 from .model import Snapshot, Started
 from .operations import Plan
-from .phases import Phase
 from .ports import Crew, HookCall, Hooks, Transport, Turns
 from .roster import Roster
 
@@ -26,7 +25,7 @@ MAY_RUN = "its old process was told to end, and no other one has started"
 
 
 class Steps:
-    """One plan that is being carried out; `enter` notes the phase that begins, and raises if the group ends."""
+    """One plan that is being carried out."""
 
     def __init__(
         self,
@@ -34,15 +33,12 @@ class Steps:
         change: Change,
         roster: Roster,
         ports: tuple[Crew[Any], Transport, Hooks],
-        *,
-        enter: Callable[[Phase], None],
         turns: Turns,
     ) -> None:
         self._plan = plan
         self._change = change
         self._roster = roster
         self._crew, self._transport, self._hooks = ports
-        self._enter = enter
         self._turns = turns
         self._failure: BaseException | None = None  # why it could not be carried out
         # The end of the steps that can be undone, then of the others; those who have to follow have one for all.
@@ -82,7 +78,7 @@ class Steps:
             if isinstance(error, Exception):
                 if self._roster.ending:
                     raise self._roster.ended_error() from error
-                self._roster.check_connected()
+                self._roster.connection.check()
             if (failure := self._note_failure(error)) is error:
                 raise
             self._failure = failure
@@ -110,13 +106,11 @@ class Steps:
             self._relaunch(plan.start)
             self._started += crew.start(staged, plan.start, undo, self._deadline, self._change.check)
         if not self._is_first:
-            self._enter(Phase.QUIESCING)
             self._turns.begin_change()
             self._quiesce()
             if plan.replace:
                 crew.check_head()
-            self._change.seal()
-            self._enter(Phase.SWITCHING)
+            self._change.check()
         if plan.replace:
             # The old epoch cannot continue as it was from here, so the rest has its own time.
             self._deadline = Deadline.after(self._change.time_s)
@@ -168,14 +162,14 @@ class Steps:
             raise self._change.late_error(reason, late)
         busy = sorted(worker.rank for worker in late)
         if busy:
-            logger.warning("Rank(s) %s are replaced while they are busy.", busy)
+            logger.warning("Rank(s) %s are restarted while they are busy.", busy)
 
     def _deliver_facts(self) -> None:
         """Send the facts of the epoch to those who keep running; wait for them if all have to follow."""
         plan, before, now = self._plan, self._before, self._roster.now
         if self._is_first:
             return
-        self._enter(Phase.DELIVERING)
+        self._change.check()
         new, deadline = {one.place.rank for one in self._started}, self._deadline
         sent = {
             one.rank: self._transport.send_facts(
@@ -284,10 +278,8 @@ class Steps:
         plan, roster = self._plan, self._roster
         if plan.resize is not None:
             logger.info("Resized %r %s.", roster.name_prefix, plan.resize)
-        moved = [rank for rank in plan.move if rank in self._ended]
-        if ranks := moved or list(self._ended):
-            verb = "Replaced" if moved else "Restarted"
-            logger.warning("%s rank(s) %s of %r.", verb, ", ".join(map(str, ranks)), roster.name_prefix)
+        if self._ended:
+            logger.warning("Restarted rank(s) %s of %r.", ", ".join(map(str, self._ended)), roster.name_prefix)
 
     def _end_leaving(self) -> None:
         """Let workers that leave finish their calls until the deadline, then end them."""

@@ -31,8 +31,6 @@ class Registration:
         self._roster = roster
         self.key: str = KEY + token
         self._token = token
-        # The actors that have another name than their rank, because the rank has moved to them.
-        self._names: dict[str, str] = {}
         self.version = 0
         context = ray.get_runtime_context()
         self._about: dict[str, Any] = {
@@ -49,12 +47,6 @@ class Registration:
                 "node_id": context.get_node_id(),
             },
         }
-
-    def name_actors(self, names: Mapping[str, str]) -> None:
-        """Publish actors that take over ranks by their own names, and forget those that are lost or being replaced."""
-        stay = [one for one in self._roster.now.members if one.state == "alive"]
-        ids = {actor_id_of(one.handle) for one in stay}
-        self._names = {one: name for one, name in self._names.items() if one in ids} | dict(names)
 
     def publish(self, starting: Mapping[int, Any] | None = None) -> None:
         """Publish the present workers, and those starting without their processes; do not wait for the board."""
@@ -87,7 +79,7 @@ class Registration:
             "restarts": member.restarts,
             "actor_id": actor_id,
             "mark": mark_of(self._token, member.rank),
-            "actor_name": self._names.get(actor_id) or actor_name(member.place, self._token, member.incarnation),
+            "actor_name": actor_name(member.place, self._token, member.incarnation),
             "tied_rank": member.place.tied_rank,
         }
 

@@ -11,7 +11,7 @@ class GroupState:
     """The state of a group at the time of `RayWorkerGroup.inspect`.
 
     Attributes:
-        epoch: the number of changes of membership so far: restarts, resizes and replacements. Every call runs in one
+        epoch: the number of changes of membership so far: restarts and resizes. Every call runs in one
             epoch: no worker sees it with the facts of another one.
         shown: what packages show of the group, by the key that each has chosen, such as the versions of a link.
     """

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which accelerators a worker process sees. Shipped by value."""
 
-import sys
-import types
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,8 +10,6 @@ import ray
 
 def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
     """Limit which devices this process sees, before any code of the user is imported; return its LOCAL_RANK.
-
-    What a process sees stays as it is when a rank moves to it: the module of its class may have used it.
 
     Args:
         facts: as `device_facts` returns them.
@@ -30,7 +26,7 @@ def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, 
     if not facts or not own:
         return {}
     limit: Callable[..., list[str] | None] = ray.cloudpickle.loads(facts["limit"])
-    shown = sys.modules.setdefault("_fairlead_devices", types.ModuleType("_fairlead_devices")).__dict__
+    shown: dict[str, list[str] | None] = {}
     for kind, ids in own.items():
         near = [one for slot in facts["slots"] for one in slot.get(kind, ())]
         shared = [one for one in ids if Counter(near)[one] > 1]
@@ -39,8 +35,7 @@ def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, 
                 f"other workers of the group on this node have {kind} {', '.join(shared)} too. Reserve a whole device "
                 "for each worker, or pass worker=WorkerOptions(share_devices=True)."
             )
-        if kind not in shown:
-            shown[kind] = limit(kind, list(dict.fromkeys([*near, *ids]) if facts["visible"] == "node" else ids), env)
+        shown[kind] = limit(kind, list(dict.fromkeys([*near, *ids]) if facts["visible"] == "node" else ids), env)
     kind, ids = next(iter(own.items()))
     visible = shown[kind]
     if visible is None:

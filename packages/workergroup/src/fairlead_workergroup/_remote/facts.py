@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The change of the facts about a worker that keeps running, and the preparation of a process without facts."""
+"""The change of the facts about a worker that keeps running."""
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from .describe import load
-from .devices import show_devices
-from .host import add_to_path
-from .process import start_tick
 
 
 def apply_facts(worker: Any, changes: Mapping[str, Any], layout: Any = None) -> None:
@@ -26,14 +21,3 @@ def apply_facts(worker: Any, changes: Mapping[str, Any], layout: Any = None) -> 
 
 def do_nothing(worker: Any) -> None:
     """Return when everything that was sent to this worker before has ended."""
-
-
-def warm_up(
-    worker: Any, variables: Mapping[str, str], path: Sequence[str], target: str | bytes, devices: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Import a class with the variables of its workers, except those of a rank; return pid and start tick."""
-    os.environ.update(variables)
-    show_devices(devices, variables)
-    add_to_path(path)
-    load(target)
-    return {"pid": os.getpid(), "started": start_tick(os.getpid())}

@@ -4,7 +4,9 @@
 A reply is an `ObjectRef`, or the generator of them that a method returns which yields.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from ray import ObjectRef
@@ -12,6 +14,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from .. import _world
 from .._ray_private import TASK_BYTES, actor_id_of_ref, end_of, on_ready
+from .._world import NEVER, Deadline
+from ..exceptions import WorkerGroupError
 
 
 class Request(NamedTuple):
@@ -25,6 +29,14 @@ class Request(NamedTuple):
 
 class NotYet(Exception):
     """A reply has not come in time."""
+
+
+# Raises or logs a delay, and returns the deadline of the rest of a wait.
+CheckLate = Callable[[Deadline], Deadline]
+# The interval at which a wait logs the ranks that it waits for.
+REPORT_EVERY_S = 60.0
+# Packages whose frames say nothing about the user's error.
+INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_placement", "fairlead_workergroup", "ray"})
 
 
 def submit(handles: Iterable[Any], requests: Iterable[Request]) -> list[Any]:
@@ -58,19 +70,26 @@ def actor_of(reply: Any) -> str:
     return actor_id_of_ref(end_of(reply))
 
 
-def values(refs: Sequence[Any], seconds: float | None) -> list[Any]:
+def values(refs: Sequence[Any], deadline: Deadline = NEVER, check_late: CheckLate | None = None) -> list[Any]:
     """Return the values of references; the first error ends the wait.
 
+    `check_late` is called with the deadline when it has passed, and every `REPORT_EVERY_S` seconds. The transfer of
+    values to this process does not count against the deadline.
+
     Raises:
-        NotYet: one has not come in time.
+        NotYet: one has not come by the deadline, and there is no `check_late`.
     """
-    try:
-        # `ray.get` would start a Ray even for none.
-        return _world.current.get(list(refs), timeout=seconds) if refs else []
-    except GetTimeoutError as error:
-        if isinstance(error, RayTaskError):  # that of a worker
-            raise
-        raise NotYet from None
+    while refs:  # `ray.get` would start a Ray even for none
+        left_s = deadline.left(at_most=None if check_late is None else REPORT_EVERY_S)
+        try:
+            return _world.current.get(list(refs), timeout=left_s)
+        except GetTimeoutError as error:
+            if isinstance(error, RayTaskError):  # that of a worker
+                raise
+            if check_late is None:
+                raise NotYet from None
+        deadline = check_late(deadline)
+    return []
 
 
 def wait(refs: Sequence[Any], seconds: float | None = 0.0, *, first: bool = False) -> tuple[list[Any], list[Any]]:
@@ -83,7 +102,7 @@ def wait(refs: Sequence[Any], seconds: float | None = 0.0, *, first: bool = Fals
 def error_of(ref: Any, seconds: float = 0.0) -> BaseException | None:
     """Return the error of a reference; None if it has a value, or one that does not come in some seconds."""
     try:
-        values([ref], seconds)
+        values([ref], Deadline.after(seconds))
     except NotYet:
         return None
     except RayError as error:  # every exception of a worker
@@ -106,3 +125,29 @@ def watch(refs: Sequence[ObjectRef[Any]], wake: Callable[[], object]) -> None:
 
     for ref in refs:
         on_ready(ref, note)
+
+
+class short_traceback(contextlib.AbstractContextManager[None]):
+    """Drop the frames of Fairlead and Ray from the tracebacks of errors that Fairlead raises on purpose.
+
+    The frame with the `with` statement stays, and so do frames of the user's code below it. Other errors, which may be
+    a defect of Fairlead, keep all frames.
+    """
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if traceback is None or error is None:
+            return
+        if not isinstance(error, (WorkerGroupError, RayError)) and not isinstance(error.__cause__, RayError):
+            return
+        while isinstance(error.__context__, (RayError, NotYet)) and error.__cause__ is None:
+            error.__context__ = error.__context__.__context__
+        kept, frame = [traceback], traceback.tb_next
+        while frame is not None:
+            if frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in INTERNAL:
+                kept.append(frame)
+            frame = frame.tb_next
+        for above, below in zip(kept, [*kept[1:], None], strict=True):
+            above.tb_next = below
+        error.__traceback__ = kept[0]

@@ -9,16 +9,12 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
-
-from ray.exceptions import RayError
 
 from .. import _world
 from .._world import Deadline
-from ..exceptions import WorkerGroupError
 from . import replies
-from .replies import NotYet
+from .replies import CheckLate, short_traceback
 
 
 class Waitable(Protocol):
@@ -32,17 +28,11 @@ class Waitable(Protocol):
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Waitable)
-# Raises or logs a delay, and returns the deadline of the rest of a wait.
-CheckLate = Callable[[Deadline], Deadline]
 # Replies, each with the list to which the items of a generator are added; None for a reply of another kind.
 Futures = Mapping[Any, list[Any] | None]
 
 # A generator that always has an item must not keep the others waiting.
 MOST_IN_A_TURN = 100
-# The interval at which a wait logs the ranks that it waits for.
-REPORT_EVERY_S = 60.0
-# Packages whose frames say nothing about the user's error.
-INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_placement", "fairlead_workergroup", "ray"})
 
 
 class Waiter:
@@ -60,7 +50,7 @@ class Waiter:
 
     async def values(self, refs: Sequence[Any]) -> list[Any]:
         """Return the values of references that are ready or will be soon."""
-        return replies.values(refs, None)
+        return replies.values(refs)
 
     async def finished(self, calls: Iterable[C], seconds: float) -> list[C]:
         """Return the calls of one worker each that have finished, once there is one; none after some seconds."""
@@ -94,23 +84,11 @@ class Waiter:
         `check_late` is called with the deadline when it has passed, and every `REPORT_EVERY_S` seconds without news.
         """
         while True:
-            news = await self.news(futures, deadline.left(at_most=REPORT_EVERY_S), here=here, most=most)
+            news = await self.news(futures, deadline.left(at_most=replies.REPORT_EVERY_S), here=here, most=most)
             if not news or deadline.passed:
                 deadline = await self.apart(check_late, deadline)
             if news:
                 return news
-
-
-def get_all(refs: Sequence[Any], deadline: Deadline, check_late: CheckLate) -> list[Any]:
-    """Return the values of references, or raise the first error.
-
-    The transfer of values to the driver does not count against the deadline.
-    """
-    while True:
-        try:
-            return replies.values(refs, deadline.left(at_most=REPORT_EVERY_S))
-        except NotYet:
-            deadline = check_late(deadline)
 
 
 def drain(futures: Futures, deadline: Callable[[], Deadline], check_late: CheckLate) -> None:
@@ -121,7 +99,7 @@ def drain(futures: Futures, deadline: Callable[[], Deadline], check_late: CheckL
             if has_ended:
                 # A generator that raises gives its error as its last item; if its worker died, its completion.
                 items = waiting.pop(reply)
-                replies.values([reply] if items is None else [*items[-1:], reply.completed()], None)
+                replies.values([reply] if items is None else [*items[-1:], reply.completed()])
 
 
 async def until_ended(refs: Sequence[Any], deadline: Deadline, check_late: CheckLate) -> None:
@@ -135,7 +113,7 @@ async def until_ended(refs: Sequence[Any], deadline: Deadline, check_late: Check
     replies.watch(refs, wake)
     while not ended.is_set() and not deadline.passed:
         try:
-            await asyncio.wait_for(ended.wait(), deadline.left(at_most=REPORT_EVERY_S))
+            await asyncio.wait_for(ended.wait(), deadline.left(at_most=replies.REPORT_EVERY_S))
         except TimeoutError:
             if not deadline.passed:
                 await asyncio.to_thread(check_late, deadline)
@@ -318,29 +296,3 @@ class ResultStream(Generic[T]):
         """Give up the rest."""
         if self._mode == "async for":
             await self._iterator.aclose()
-
-
-class short_traceback(contextlib.AbstractContextManager[None]):
-    """Drop the frames of Fairlead and Ray from the tracebacks of errors that Fairlead raises on purpose.
-
-    The frame with the `with` statement stays, and so do frames of the user's code below it. Other errors, which may be
-    a defect of Fairlead, keep all frames.
-    """
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if traceback is None or error is None:
-            return
-        if not isinstance(error, (WorkerGroupError, RayError)) and not isinstance(error.__cause__, RayError):
-            return
-        while isinstance(error.__context__, (RayError, NotYet)) and error.__cause__ is None:
-            error.__context__ = error.__context__.__context__
-        kept, frame = [traceback], traceback.tb_next
-        while frame is not None:
-            if frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in INTERNAL:
-                kept.append(frame)
-            frame = frame.tb_next
-        for above, below in zip(kept, [*kept[1:], None], strict=True):
-            above.tb_next = below
-        error.__traceback__ = kept[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replacement of workers: their ranks move to new processes in other slots."""
+"""The restart of workers on request, whether they live or not, in their slots or in others."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from ..exceptions import BrokenEpochError
 
 
 @dataclass(frozen=True)
-class Replace:
-    """Move ranks of a group to other processes; see `RayWorkerGroup.replace`."""
+class RestartRanks:
+    """Restart ranks of a group; see `RayWorkerGroup.restart`."""
 
     ranks: tuple[int, ...]
+    elsewhere: bool  # whether in other slots
 
     @property
     def name(self) -> str:
         """The description for errors."""
-        return f"The replacement of rank(s) {', '.join(map(str, self.ranks))}"
+        return f"The restart of rank(s) {', '.join(map(str, self.ranks))}"
 
     def plan(self, now: Snapshot, ask: Facilities) -> Plan:
-        """Return the replacement; with scope "group" the other ranks are restarted where they are."""
+        """Return the restart; with scope "group" the other ranks are restarted too, where they are."""
         check_members(self.ranks, now)
-        ask.check_alike()
         if now.is_broken:
             raise BrokenEpochError(tuple(now.lost.values()), epoch=now.epoch)
         lost, everybody = ask.find_lost(), ask.policy.restarts_all
@@ -32,7 +32,7 @@ class Replace:
             self.name,
             now.sharding,
             replace=started,
-            move=self.ranks,
+            move=self.ranks if self.elsewhere else (),
             quiet=tuple(rank for rank in self.ranks if rank not in lost),
             new_port=everybody,
             on_restart=started,
@@ -43,9 +43,9 @@ def check_ranks(ranks: object) -> tuple[int, ...]:
     """Return the ranks that a user has given, in ascending order, or refuse them."""
     given = None if isinstance(ranks, str) or not isinstance(ranks, Iterable) else list(ranks)
     if given is None or any(isinstance(rank, bool) or not isinstance(rank, int) for rank in given):
-        raise TypeError(f"replace takes a list of ranks such as [3], got {ranks!r}")
+        raise TypeError(f"restart takes a list of ranks such as [3], got {ranks!r}")
     if not given or len(set(given)) != len(given):
-        raise ValueError(f"replace takes at least one rank, and each rank once, got {given}")
+        raise ValueError(f"restart takes at least one rank, and each rank once, got {given}")
     return tuple(sorted(given))
 
 

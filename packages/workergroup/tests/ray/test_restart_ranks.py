@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks move to other processes on request."""
+"""Ranks restart on request, in their slots or in others."""
 
 import os
 import pickle
@@ -16,7 +16,6 @@ from fairlead_workergroup import (
     Restart,
     Timeouts,
     WorkerFailureError,
-    WorkerStartError,
     current_worker,
 )
 from fairlead_workergroup.testing import kill
@@ -24,17 +23,14 @@ from fairlead_workergroup.testing import kill
 from ..calling import wait_until_published
 from ..faults import (
     act_before_calls_are_awaited,
-    interrupt_starts,
     report_late_workers_every,
 )
 
 pytestmark = pytest.mark.nightly
 
-IMPORTED_WITH_RANK = os.environ.get("RANK")
-
 
 class Worker:
-    """A worker that says where it was imported."""
+    """A worker that says what it knows of itself."""
 
     def __init__(self, value=None):
         self.value = value
@@ -42,9 +38,6 @@ class Worker:
     def facts(self):
         worker = current_worker()
         return worker.rank, worker.epoch, worker.incarnation, os.environ["RANK"], self.value
-
-    def pid(self):
-        return os.getpid(), IMPORTED_WITH_RANK
 
     def load(self):
         self.value = None
@@ -70,14 +63,6 @@ class Worker:
         self.value = len(list(folder.iterdir()))
 
 
-class Different:
-    """A class whose ranks need different variables before they start."""
-
-    @staticmethod
-    def configure_worker(num_gpus, bundle_indices):
-        return {}, {"PYTHONHASHSEED": str(bundle_indices[1][0])}, {}
-
-
 @pytest.fixture(scope="module")
 def cluster(local_ray):
     with RayVirtualCluster([4], use_gpus=False) as reserved:
@@ -90,66 +75,42 @@ def lose(group, rank):
         group.call("facts").result(timeout=60)
 
 
-def test_replace(cluster, eventually, tmp_path, clock, monkeypatch, wait_until_running):
-    """A rank moves to another process in a free slot, and the other workers keep their state."""
+def test_restart_elsewhere(cluster, tmp_path, clock, monkeypatch, wait_until_running):
+    """A rank restarts in a free slot, and the other workers keep their state."""
     with RayWorkerGroup(
         cluster, RayWorkerBuilder(Worker, [7]), workers_per_node=[2], restart=Restart(method="load")
     ) as group:
         names = [one["name"] for one in group.worker_metadata]
         group.call("add", 5).result()
-        assert group.replace([1]) == group.inspect().epoch == 1
+        assert group.restart([1], elsewhere=True) == [1]
+        assert group.inspect().epoch == 1
         assert group.call("facts").result() == [(0, 1, 0, "0", [7, 5]), (1, 1, 1, "1", None)]
-        # Its class was imported before it had a rank.
-        assert [imported for _, imported in group.call("pid").result()] == ["0", None]
         assert [one.restarts for one in group.get_worker_status()] == [0, 0]
         assert [one["bundle_index"] for one in group.worker_metadata] == [0, 2]
         assert [one["name"] for one in group.worker_metadata] == names
         # A handle, as another process has it, finds the actors by their names.
         wait_until_published(group)
         assert pickle.loads(pickle.dumps(group.handle())).call("facts").result() == group.call("facts").result()
-        # A rank without a living worker is replaced too.
+        # A rank without a living worker restarts too, here in its slot.
         lose(group, 0)
-        assert group.replace([0]) == 2
+        assert group.restart([0]) == [0]
+        assert [one["bundle_index"] for one in group.worker_metadata] == [0, 2]
         assert group.call("facts", collect=()).result()[4] is None
         # A worker that is busy at the timeout is ended.
         held = group.at(worker=1).call("wait_for", str(tmp_path / "never"))
         wait_until_running(group, "wait_for", 1)
         act_before_calls_are_awaited(monkeypatch, lambda: clock.skip(600))
-        assert group.replace([1], timeout=600) == 3
+        assert group.restart([1], elsewhere=True, timeout=600) == [1]
         with pytest.raises(WorkerFailureError):
             held.result(timeout=60)
         assert [facts[:2] for facts in group.call("facts").result()] == [(0, 3), (1, 3)]
-        # The names of processes that have ended are forgotten.
-        assert len(group._resources.registration._names) == 2
 
 
-def test_ranks_that_differ(cluster):
-    """A rank does not move to another process if ranks could not take each other's place."""
-    with (
-        RayWorkerGroup(cluster, Different, workers_per_node=[2]) as group,
-        pytest.raises(ValueError, match="rank 1 has other options"),
-    ):
-        group.replace([0])
-
-
-def test_interrupted_replacement(cluster, monkeypatch):
-    """If Ctrl-C ends a replacement, the process that was to take over a rank is ended, and does not occupy its slot."""
-    with RayWorkerGroup(cluster, Worker, workers_per_node=[1], timeouts=Timeouts(start_s=60)) as group:
-        with monkeypatch.context() as patched:
-            interrupt_starts(patched)
-            with pytest.raises(KeyboardInterrupt):
-                group.replace([0])
-        assert not [number for number in group._resources._workers if number < 0]
-        assert group.restart_failed_workers() == [0]
-        assert [one["bundle_index"] for one in group.worker_metadata] == [0]
-        assert group.call("facts", collect=()).result()[0] == 0
-
-
-def test_replace_with_a_collective(cluster, tmp_path):
+def test_restart_with_a_collective(cluster, tmp_path):
     """With scope "group" all ranks run `Restart.method` at the same time."""
     options = {"restart": Restart(scope="group", method="meet"), "env_vars": {"FOLDER": str(tmp_path)}}
     with RayWorkerGroup(cluster, Worker, workers_per_node=[2], **options) as group:
-        group.replace([1])
+        assert group.restart([1]) == [0, 1]
         assert [facts[4] for facts in group.call("facts").result()] == [2, 2]
 
 
@@ -163,13 +124,13 @@ def test_resize_after_a_loss_with_group_scope(cluster):
         assert states == [(1, None), (1, None), (0, "new")]
 
 
-def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually):
-    """A method of the user that takes longer than the timeout of a replacement is not waited for."""
+def test_timeout_of_a_restart(cluster, gate, clock, monkeypatch, eventually):
+    """A method of the user that takes longer than the timeout of a restart is not waited for."""
     report_late_workers_every(monkeypatch, 0.1)
     options = {"restart": Restart(method="load_late"), "env_vars": {"GATE": str(gate)}}
     options |= {"timeouts": Timeouts(start_s=3600)}
     with ThreadPoolExecutor() as threads, RayWorkerGroup(cluster, Worker, workers_per_node=[1], **options) as group:
-        replaced = threads.submit(group.replace, [0], 600)
+        replaced = threads.submit(group.restart, [0], timeout=600)
         assert eventually(Path(f"{gate}.begun").exists)
         clock.skip(600)
         error = replaced.exception(timeout=60)
@@ -177,8 +138,8 @@ def test_timeout_of_a_replacement(cluster, gate, clock, monkeypatch, eventually)
         assert error or group.call("facts").result()[0][4] is None
 
 
-def test_replace_in_a_free_slot(cluster):
-    """The ranks move to processes in slots that nobody uses; with scope "group" all restart."""
+def test_refusals(cluster):
+    """Wrong ranks and too few free slots are refused, and nothing has changed; with scope "group" all restart."""
     with RayWorkerGroup(cluster, Worker, workers_per_node=[2], restart=Restart(scope="group")) as group:
         for ranks, error, match in [
             ([], ValueError, "at least one rank"),
@@ -188,18 +149,17 @@ def test_replace_in_a_free_slot(cluster):
             ([True], TypeError, "list of ranks"),
             ("01", TypeError, "list of ranks"),
             (1, TypeError, "list of ranks"),
-            (None, TypeError, "list of ranks"),
+            (None, ValueError, "needs the ranks"),
         ]:
             with pytest.raises(error, match=match):
-                group.replace(ranks)
-        with pytest.raises(WorkerStartError, match="had not imported the class's module at the deadline"):
-            group.replace([0], timeout=0)
+                group.restart(ranks, elsewhere=True)
+        assert group.restart() == []
         port = group.master_port
-        assert group.replace({0, 1}) == 1
+        assert group.restart({0, 1}, elsewhere=True) == [0, 1]
         assert sorted(one["bundle_index"] for one in group.worker_metadata) == [2, 3]
         assert group.master_port != port
         with RayWorkerGroup(cluster.slots()[:1], Worker, name_prefix="other"):
             with pytest.raises(ValueError, match=r"2 rank.s. need .* there are 1 that can be used"):
-                group.replace([0, 1])
-            assert group.replace([1]) == 2
+                group.restart([0, 1], elsewhere=True)
+            assert group.restart([1], elsewhere=True) == [0, 1]
         assert [facts[:3] for facts in group.call("facts").result()] == [(0, 2, 2), (1, 2, 2)]
