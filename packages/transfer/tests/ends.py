@@ -9,8 +9,11 @@ from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
 from fairlead_transfer._plan import reshard
 from fairlead_transfer._remote.end import End
 from fairlead_transfer._remote.entry import SHARED
+from fairlead_transfer._remote.replies import Committed, Described, Fetched
 from fairlead_transfer._routes import whole_tensors
 from fairlead_transfer._tasks import make_tasks
+
+REPLIES = {"source": Described, "target": Described, "fetch": Fetched, "commit": Committed}
 
 
 class Ends:
@@ -61,7 +64,7 @@ class Ends:
 
     def ask(self, side, rank, operation, *args):
         result = self.ends[side, rank].serve(self.workers[side][rank], operation, args)
-        return asyncio.run(result) if asyncio.iscoroutine(result) else result
+        return REPLIES[operation](*asyncio.run(result)) if asyncio.iscoroutine(result) else result
 
     def describe(self):
         """Return the replies of all ranks of both sides."""
@@ -78,14 +81,14 @@ class Ends:
 
     def plan(self):
         """Describe, and make the tasks."""
-        self.numbers, targets = self.describe()
-        refused = [reply["refused"] for reply in [*self.numbers, *targets] if "refused" in reply]
+        self.described, targets = self.describe()
+        refused = [reply.refused for reply in [*self.described, *targets] if reply.refused]
         assert not refused, refused
-        held = read_side("source", [one["tensors"] for one in self.numbers], self.selection, renamed=True)
+        held = read_side("source", [reply.tensors for reply in self.described], self.selection, renamed=True)
         if self.apply:
             wanted = whole_tensors(held, len(self.workers["target"]))
         else:
-            wanted = read_side("target", [one["tensors"] for one in targets], self.selection, renamed=False)
+            wanted = read_side("target", [reply.tensors for reply in targets], self.selection, renamed=False)
         assert not check_dtypes(held, wanted, self.selection)
         plan = reshard(
             held.layouts,
@@ -107,7 +110,7 @@ class Ends:
                 "source",
                 self.epoch,
                 None,
-                self.numbers[rank]["number"],
+                self.described[rank].number,
                 tasks,
                 self.tasks.number,
                 compares,
@@ -118,15 +121,20 @@ class Ends:
 
     def fetch(self, staged, version):
         """Return the replies of the target ranks."""
-        reads = self.tasks.find_reads(self.tasks.target, self.nodes[1])
-        replies = {}
+        nodes = self.nodes[1]
+        reads = self.tasks.find_reads(self.tasks.target, nodes)
+        channels = {rank: reply.channels for rank, reply in staged.items()}
+        replies, relays = {}, {}
         for rank in sorted(self.tasks.target, key=lambda rank: rank not in reads):
-            relay = {"reads": sorted(reads[rank]), "fresh": False} if rank in reads else None
-            reader = None if rank in reads else self.tasks.find_reader(rank, reads, self.nodes[1])
-            if reader is not None:
-                relay = {"reply": replies[reader]}
-            options = self.epoch, version, self.tasks.target[rank], self.tasks.number, staged, relay, 10.0
-            replies[rank] = self.ask("target", rank, "fetch", *options)
+            failed = [reply for reader in reads if (reply := replies.get(reader)) and reply.outcome != "done"]
+            if failed and rank not in reads and self.tasks.target[rank]["sources"]:
+                replies[rank] = failed[0]  # the driver gives up
+                continue
+            places, mapped = reads.get(rank, ()), relays.get(nodes[rank], {})
+            options = version, self.tasks.target[rank], self.tasks.number, channels, places, False, mapped, 10.0
+            replies[rank] = self.ask("target", rank, "fetch", self.epoch, *options)
+            if rank in reads:
+                relays[nodes[rank]] = replies[rank].relays or {}
         return [replies[rank] for rank in self.tasks.target]
 
     def commit(self, version, before=None, after=None, chunk_bytes=1 << 30):
@@ -140,7 +148,7 @@ class Ends:
         """Do all of it; return the bytes that were fetched."""
         self.plan()
         fetched = self.fetch(self.stage(), version)
-        assert all("bytes" in reply for reply in fetched), fetched
+        assert all(reply.outcome == "done" for reply in fetched), fetched
         committed = self.commit(version, **options)
-        assert [reply["committed"] for reply in committed] == [version] * len(committed)
-        return sum(reply["bytes"] for reply in fetched)
+        assert [(reply.outcome, reply.version) for reply in committed] == [("done", version)] * len(committed)
+        return sum(reply.length for reply in fetched)

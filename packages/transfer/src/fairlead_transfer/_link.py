@@ -5,7 +5,6 @@ import contextlib
 import functools
 import itertools
 import math
-import pickle
 import threading
 import time
 import uuid
@@ -15,14 +14,13 @@ from typing import Literal, get_args
 
 from fairlead_placement.extension import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup.spi import Need, add_state, check_calls
+from fairlead_workergroup.spi import add_state, check_calls
 
 from ._attempt import Attempt
 from ._descriptions import make_selection
-from ._remote.entry import check_version
 from ._report import TransferExplanation, TransferReport
-from ._routes import Router, Staged, Transport
-from ._side import Side, pickled
+from ._routes import Router, Transport
+from ._side import Side
 from ._states import States
 from ._tasks import CommitOptions
 from .exceptions import StaleWeightsError, State, TransferError
@@ -108,7 +106,6 @@ class Link:
         self._check_replicas: CheckReplicas = check_replicas
         self._epochs = itertools.count(1)
         self._version: int | None = None
-        self._staged: Staged | None = None
         self._closed = False
         self._guards: list[Callable[[], None]] = []
         self._lock = threading.RLock()  # a signal handler may close the link
@@ -161,15 +158,15 @@ class Link:
             attempt = self._attempt(self._source, version, deadline)
             ranks = attempt.move_all()
             # The decision: from here on there is no way back.
-            self._version, self._staged = version, attempt.staged()
+            self._version = version
             attempt.commit(ranks, self._commit)
             return attempt.report(time.monotonic() - began)
 
     def sync(self, ranks: Iterable[int] | None = None, timeout: float = 600.0) -> TransferReport | None:
         """Bring target ranks to the last version: those that were late or inconsistent, or have been restarted.
 
-        The tensors come from what the source workers have kept of this version, or from target ranks that hold it. The
-        other ranks are not disturbed.
+        The tensors come from target ranks that hold it, which go on working. If none does, or the link has `apply`,
+        send the version again.
 
         Args:
             ranks: which ranks; None for those that do not hold the last version.
@@ -194,27 +191,23 @@ class Link:
                 raise ValueError(f"ranks {wrong} do not exist: the target group has ranks 0 to {len(states) - 1}")
             if not chosen:
                 return None
-            attempt = self._attempt(self._source, version, deadline)
-            if attempt.fetch_again(self._staged, chosen):
+            good = {rank for rank, state in states.items() if state == version} - chosen
+            replicas = Side("replica", self._target.group, self._id, self._target.method)
+            attempt = self._attempt(replicas, version, deadline)
+            try:
+                attempt.move_from_replicas(chosen, good)
                 attempt.commit(chosen, self._commit)
-            else:
-                good = {rank for rank, state in self._states.read().items() if state == version} - chosen
-                replicas = Side("replica", self._target.group, self._id, self._target.method)
-                attempt = self._attempt(replicas, version, deadline)
-                try:
-                    attempt.move_from_replicas(chosen, good)
-                    attempt.commit(chosen, self._commit)
-                finally:
-                    replicas.close()
+            finally:
+                replicas.close()
             return attempt.report(time.monotonic() - began)
 
     def versions(self) -> dict[int, State]:
         """Return what each target rank holds, without a request to it.
 
         Returns:
-            By rank: the version. None if the rank holds nothing that this link has sent: after a restart, or after
-            another link of this process has sent into the same tensors. "inconsistent" if some tensors are of another
-            version than others, and "committing" if the rank has not confirmed a decided version.
+            By rank: the version that this link has put there. None if it has put none, as after a restart.
+            "inconsistent" if some tensors are of another version than others, and "committing" if the rank has not
+            confirmed a decided version.
 
         Raises:
             WorkerGroupError: the target group has been shut down.
@@ -225,10 +218,10 @@ class Link:
         """Refuse calls of the target group whose ranks do not all hold the last version, until `close`.
 
         A rank holds none before the first `send`, after a restart, and when it has joined or has moved to another
-        process; `sync` brings it up. While a version is put into place, calls are refused too. Each call that passes
-        comes before that on all ranks, or after it; on asyncio workers, a rank that it reaches later refuses it. Calls
-        that other processes make are not refused, and a call with `retries` is repeated on what its lost ranks hold
-        then.
+        process; `sync` brings it up. While a version is put into place, calls are refused too. Each call that passes is
+        sent before that to all ranks, or after it; Ray may deliver it late to workers whose async methods overlap.
+        Calls that other processes make are not refused, and a call with `retries` is repeated on what its lost ranks
+        hold then.
 
         Args:
             methods: the methods that need the weights; none given stands for all of the group.
@@ -245,7 +238,7 @@ class Link:
         for method in methods:
             with contextlib.suppress(TypeError):  # it takes arguments
                 self._target.group.at().explain(method)
-        check = functools.partial(_check_versions, weakref.ref(self), (self._id, self._target.name), methods)
+        check = functools.partial(_check_versions, weakref.ref(self), methods)
         self._guards.append(check_calls(self._target.group, check))
         return self._guards[-1]
 
@@ -274,7 +267,6 @@ class Link:
             self._end_showing()
             for end_guard in self._guards:
                 end_guard()
-            self._staged = None
             _release(self._source, self._target)
 
     def __enter__(self) -> "Link":
@@ -320,22 +312,16 @@ def _read_versions(reference: "weakref.ref[Link]") -> dict[int, State]:
 
 
 def _check_versions(
-    reference: "weakref.ref[Link]", key: tuple[str, str], methods: Collection[str], method: str, ranks: Sequence[int]
-) -> Need | None:
-    """Refuse a call of ranks that do not hold the last version of a link; return that they need it."""
+    reference: "weakref.ref[Link]", methods: Collection[str], method: str, ranks: Sequence[int]
+) -> None:
+    """Refuse a call of ranks that do not hold the last version of a link."""
     link = reference()
     if link is None or (methods and method not in methods):
-        return None
+        return
     held, needed = link.versions(), link.version
     stale = {rank: held.get(rank) for rank in ranks if needed is None or held.get(rank) != needed}
     if stale or needed is None:
         raise StaleWeightsError(method, needed, stale)
-    make_error = pickle.dumps(functools.partial(_stale_error, method, needed))
-    return Need(pickled(check_version), (key, needed, make_error))
-
-
-def _stale_error(method: str, needed: int, rank: int, held: State) -> StaleWeightsError:
-    return StaleWeightsError(method, needed, {rank: held})
 
 
 def _describe_leak(source: Side, target: Side) -> str:

@@ -4,11 +4,11 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ._display import as_bytes, table_text
 from ._plan import TransferPlan
 from ._tasks import Tasks
+from .exceptions import Phase
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,9 @@ class Costs:
     bytes_moved: int = 0
     _measured: list[tuple[str, float, int]] = field(default_factory=list)
 
-    def note(self, rank: int, reply: Mapping[str, Any], phase: str) -> None:
-        """Note the time of a phase in a reply, and the bytes that this rank has fetched."""
-        if f"{phase}_s" in reply:
-            self._measured.append((phase, reply[f"{phase}_s"], rank))
-        self.bytes_moved += reply.get("bytes", 0)
+    def note(self, phase: Phase, rank: int, seconds: float) -> None:
+        """Note how long a phase took on a rank."""
+        self._measured.append((phase, seconds, rank))
 
     def report(
         self, version: int, plan: TransferPlan, tasks: Tasks, total_s: float, *, compared: bool

@@ -14,6 +14,7 @@ from fairlead_workergroup.spi import Member, Reply, WorkerProcess, cancel, colle
 
 from ._remote.end import End
 from ._remote.entry import serve
+from ._remote.replies import Described
 from .exceptions import State
 
 SideName = Literal["source", "target", "replica"]
@@ -155,12 +156,12 @@ class Side:
             }
         )
 
-    def note_description(self, rank: int, value: Mapping[str, Any]) -> None:
+    def note_description(self, rank: int, reply: Described) -> None:
         """Note what an end has said of its tensors."""
         state = self.ends[rank]
-        state.number = value["number"]
-        if value.get("tensors") is not None:
-            state.described = value["tensors"]
+        state.number = reply.number
+        if reply.tensors is not None:
+            state.described = reply.tensors
 
     def release(self, epoch: int, ranks: Collection[int] | None = None) -> None:
         """Have the living ends, or some of them, drop the tensors of an attempt, without waiting for it."""

@@ -5,7 +5,7 @@ import asyncio
 import inspect
 import itertools
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
 import pytest
@@ -78,7 +78,8 @@ def manager(verl_base, monkeypatch):
                 return Group(worker_handles, receive, threads)
 
             def get(futures):
-                return [one.result(60) for one in futures]
+                wait(futures, 60)  # all of them, so that what is left is left for good
+                return [one.result(0) for one in futures]
 
             monkeypatch.setattr(verl_base, "RayWorkerGroup", make_group)
             monkeypatch.setattr(verl_base.ray, "get", get)

@@ -6,16 +6,18 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from fairlead_transfer import TransferError
-from fairlead_transfer._remote.sockets import MOST_UNPROVEN, Gone, Late, Listener, connect, reserve
+from fairlead_transfer._remote.sockets import MOST_UNPROVEN, Gone, Late, Listener, connect, introduce, listen
 from fairlead_transfer.adapters._buckets import BucketShape, Packer, Unpacker
 from fairlead_transfer.adapters._channel import Channel, send_all
 from fairlead_transfer.adapters._members import make_memberships
-from fairlead_transfer.adapters._shares import Intake, Offer
+from fairlead_transfer.adapters._shares import Intake, Segments
 from fairlead_transfer.adapters.verl import FairleadCheckpointEngine
 
 from ..engines import digest, leave_nothing, make_weights
@@ -248,11 +250,11 @@ def test_error_of_a_later_bucket(monkeypatch, side):
     chosen = engines[1 if side == "source" else 2]._stream
 
     def fail(part, bucket, *args, **options):
-        if part in (chosen._offer, chosen._intake) and bucket:
+        if part in chosen._current and bucket:
             raise OSError("too many open files")
         return done(part, bucket, *args, **options)
 
-    changed, name = (Offer, "end") if side == "source" else (Intake, "read")
+    changed, name = (Segments, "end") if side == "source" else (Intake, "read")
     done = getattr(changed, name)
     monkeypatch.setattr(changed, name, fail)
     sent = [one.send_weights(iter(make_weights(1)), 5) for one in engines[:2]]
@@ -367,18 +369,17 @@ def test_members_that_do_not_read():
 
 
 def test_strangers():
-    """A port refuses connections until it is needed; strangers are turned away unread, and hold up no member."""
-    reserved = reserve("127.0.0.1")
-    address = reserved.getsockname()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(address, 1).close()
-    with pytest.raises(Late):
-        connect(address, SECRET, 1, time.monotonic() + 0.2, lambda: False)
+    """Strangers are turned away unread, and hold up no member; a member waits until somebody answers."""
+    listening = listen("127.0.0.1")
+    address = listening.getsockname()
+    with connect(address, time.monotonic() + 5) as early, pytest.raises(Late):
+        introduce(early, SECRET, 1, time.monotonic() + 0.2)
     members = []
-    listener = Listener(reserved, SECRET, lambda number, connection: members.append((number, connection)))
+    listener = Listener(listening, SECRET, lambda number, connection: members.append((number, connection)))
     deadline = time.monotonic() + 30
     silent = [socket.create_connection(address, 5) for _ in range(2 * MOST_UNPROVEN)]
-    member = connect(address, SECRET, 7, deadline, lambda: False)
+    member = connect(address, deadline)
+    introduce(member, SECRET, 7, deadline)
     while not members and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [number for number, _ in members] == [7]
@@ -386,9 +387,33 @@ def test_strangers():
         stranger.sendall(b"x" * 200)
         stranger.settimeout(5)
         assert len(stranger.recv(100)) <= 32  # the question, and no answer
-    with pytest.raises(Gone):
-        connect(address, b"w" * 32, 1, deadline, lambda: False)
+    with connect(address, deadline) as stranger, pytest.raises(Gone):
+        introduce(stranger, b"w" * 32, 1, deadline)
     assert len(members) == 1
     listener.close()
+    with pytest.raises(Gone, match="does not listen"):
+        connect(address, deadline)
     for connection in (*silent, member, members[0][1]):
         connection.close()
+
+
+def test_finalize_while_a_bucket_is_copied(monkeypatch):
+    """A transfer that still runs in another thread opens no memory after its engine was finalized."""
+    engines = make_engines(1, 1)
+    began, finalized, done = threading.Event(), threading.Event(), Intake.read
+
+    def read(*args, **options):
+        began.set()
+        assert finalized.wait(30)
+        return done(*args, **options)
+
+    monkeypatch.setattr(Intake, "read", read)
+    sent = engines[0].send_weights(iter(make_weights(1)), 5)
+    with leave_nothing(), ThreadPoolExecutor(1) as threads:
+        running = threads.submit(asyncio.run, run_all(sent, receive(engines[1])))
+        assert began.wait(30)
+        for one in engines:
+            one.finalize()
+        finalized.set()
+        errors = running.result(30)  # which keep what their frames refer to
+    assert all(isinstance(error, Exception) for error in errors), errors

@@ -15,15 +15,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, LayoutMismatchError, LocalTensor
 from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
 from fairlead_transfer._remote import segment
 from fairlead_transfer._remote.entry import SHARED, note_weights
+from fairlead_transfer._remote.replies import Described
 from fairlead_transfer._remote.segment import NAME, Mapping, Segment
 from fairlead_transfer._remote.tensors import SLAB_BYTES, digest, library
-from fairlead_transfer._remote.transport import fetch_value
+from fairlead_transfer._remote.transports import fetch_value
 from fairlead_workergroup._remote.progress import NO_WEIGHTS, Record
 
 from ..ends import Ends
@@ -158,17 +160,17 @@ def break_down(rng, ends):
     replies = ends.fetch(staged, 1)
     if phase in ("overwritten", "closed"):
         needed = [bool(tasks["sources"]) for tasks in ends.tasks.target.values()]
-        assert ["bytes" not in reply for reply in replies] == needed
+        assert [reply.outcome != "done" for reply in replies] == needed
         committed = ends.commit(1)
-        assert all("missing" in reply for reply, needs in zip(committed, needed, strict=True) if needs)
+        assert all(reply.outcome == "missing" for reply, needs in zip(committed, needed, strict=True) if needs)
     if phase == "superseded":
         late = ends.epoch
         ends.describe()
         ends.epoch = late
-        assert all("superseded" in reply for reply in ends.commit(1))
+        assert all(reply.outcome == "superseded" for reply in ends.commit(1))
         ends.epoch = late + 1
     if phase == "hook":
-        assert all("error" in reply and not reply["inconsistent"] for reply in ends.commit(1, before="fail"))
+        assert all(reply.error and not reply.inconsistent for reply in ends.commit(1, before="fail"))
 
 
 @pytest.mark.parametrize("first", range(0, 200, 20))
@@ -225,9 +227,9 @@ def test_tied_tensors():
     source.tensors["head"] = np.arange(4.0, 8.0)
     ends.plan()
     (reply,) = ends.fetch(ends.stage(compares=False), 2)
-    ((name, why),) = reply["refused"]
+    ((name, why),) = reply.refused
     assert (name, "in the memory of 'embed'" in why) == ("head", True)
-    assert ends.commit(2) == [{"missing": True}]
+    assert ends.commit(2)[0].outcome == "missing"
     assert room.tolist() == [0, 1, 2, 3]
 
 
@@ -253,14 +255,14 @@ def test_descriptions_travel_once():
     worker = Worker({"a": np.zeros(4)})
     ends = Ends([worker], [Worker({"a": np.zeros(4)})])
     (first,), _ = ends.describe()
-    assert first["number"] == 1
+    assert first.number == 1
     worker.tensors = {"a": np.ones(4)}
     again = ends.ask("source", 0, "source", 2, "weights", 1, None, 0, False, False)
-    assert (again["number"], again["tensors"]) == (1, None)
+    assert (again.number, again.tensors) == (1, None)
     worker.tensors = {"a": np.ones(5)}
     changed = ends.ask("source", 0, "source", 3, "weights", 1, None, 0, False, False)
-    assert changed["number"] == 2
-    assert changed["tensors"][0][4] == (5,)
+    assert changed.number == 2
+    assert changed.tensors[0][4] == (5,)
 
 
 def test_superseded_requests_are_refused():
@@ -268,18 +270,18 @@ def test_superseded_requests_are_refused():
     ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
     ends.plan()
     fetched = ends.fetch(ends.stage(), 1)
-    assert "bytes" in fetched[0]
+    assert fetched[0].outcome == "done"
     late = ends.epoch
     ends.describe()
-    assert ends.ask("target", 0, "commit", late, 1, None, None, None, 1) == {"superseded": late + 1}
-    assert ends.ask("source", 0, "source", late, "weights", 0, None, 0, False, False) == {"superseded": late + 1}
+    assert ends.ask("target", 0, "commit", late, 1, None, None, None, 1).outcome == "superseded"
+    assert ends.ask("source", 0, "source", late, "weights", 0, None, 0, False, False).outcome == "superseded"
     assert not ends.workers["target"][0].tensors["a"].any()
 
 
 def test_commit_without_staging():
     """A worker that has staged nothing of a version, as after a restart, says so."""
     ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
-    assert ends.commit(1) == [{"missing": True}]
+    assert ends.commit(1)[0].outcome == "missing"
 
 
 def test_commit_runs_the_hooks():
@@ -287,22 +289,20 @@ def test_commit_runs_the_hooks():
     ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
     ends.send(1, before="note", after="note")
     assert ends.workers["target"][0].events == ["noted"] * 2
-    assert ends.commit(1, before="note") == [{"committed": 1}]
+    assert ends.commit(1, before="note")[0].version == 1
     assert ends.workers["target"][0].events == ["noted"] * 2
 
 
-@pytest.mark.parametrize(
-    ("hook", "inconsistent", "done", "value"), [("before", False, False, 0), ("after", False, True, 1)]
-)
-def test_hooks_that_fail(hook, inconsistent, done, value):
+@pytest.mark.parametrize(("hook", "value"), [("before", 0), ("after", 1)])
+def test_hooks_that_fail(hook, value):
     """A hook that fails is reported with its traceback, and whether the tensors are in place."""
     ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
     ends.plan()
     ends.fetch(ends.stage(), 1)
     (reply,) = ends.commit(1, **{hook: "fail"})
-    assert reply["error"] == "ArithmeticError: broken"
-    assert "in fail" in reply["traceback"]
-    assert (reply["inconsistent"], reply["done"]) == (inconsistent, done)
+    assert reply.error.startswith("ArithmeticError: broken\n")
+    assert "in fail" in reply.error
+    assert not reply.inconsistent
     assert ends.workers["target"][0].tensors["a"].tolist() == [value] * 4
 
 
@@ -344,7 +344,7 @@ def test_apply_that_fails_midway_is_inconsistent():
     ends.plan()
     ends.fetch(ends.stage(), 1)
     (reply,) = ends.commit(1, chunk_bytes=1)
-    assert reply["inconsistent"]
+    assert reply.inconsistent
     ends.apply = "load"
     ends.send(2)
     assert ends.workers["target"][0].tensors["b"].tolist() == [1] * 4
@@ -354,7 +354,7 @@ def test_replicas_have_digests():
     """Each replica computes the digest of the boxes that others hold too."""
     ends = Ends([Worker({"a": np.ones(4)}), Worker({"a": np.zeros(4)})], [Worker({"a": np.zeros(4)})])
     ends.plan()
-    first, second = (reply["staged"]["held"] for reply in ends.stage().values())
+    first, second = (reply.digests for reply in ends.stage().values())
     assert first.keys() == second.keys() == {("a", (0,))}
     assert first != second
 
@@ -388,7 +388,8 @@ def test_segment_that_was_written_meanwhile_is_not_used():
     ends.plan()
     staged = ends.stage()
     ends.stage()
-    assert ends.fetch(staged, 1) == [{"overwritten": 0}]
+    (reply,) = ends.fetch(staged, 1)
+    assert (reply.outcome, reply.source) == ("overwritten", 0)
 
 
 def test_segment_that_was_written_before_the_commit_is_not_used():
@@ -397,10 +398,10 @@ def test_segment_that_was_written_before_the_commit_is_not_used():
     ends.plan()
     ends.fetch(ends.stage(), 1)
     ends.stage(fresh=True)
-    assert ends.commit(1)[0]["committed"] == 1
+    assert ends.commit(1)[0].version == 1
     ends.fetch(ends.stage(), 2)
     ends.stage()
-    assert ends.commit(2) == [{"missing": True}]
+    assert ends.commit(2)[0].outcome == "missing"
 
 
 def test_larger_segment_is_a_new_file():
@@ -458,8 +459,11 @@ def test_unused_memory_is_given_back():
     # Tasks that stage nothing yet.
     ends.ask("source", 0, "source", ends.epoch, None, 0, ends.tasks.source[0], 0, False, False)
     assert count_segments() == mapped_before + 1
-    (reply,) = ends.fetch({0: {"staged": {"channels": [{"kind": "object_store", "blocked": "not here"}]}}}, 3)
-    assert "blocked" in reply
+    gone = concurrent.futures.Future()
+    gone.set_exception(ray.exceptions.RayError("it is gone"))
+    staged = {0: Described(channels=[("object_store", types.SimpleNamespace(future=lambda: gone))])}
+    (reply,) = ends.fetch(staged, 3)
+    assert (reply.outcome, reply.source, reply.reason) == ("lost", 0, "it is gone")
     assert shared_bytes() == before
 
 
@@ -468,7 +472,8 @@ def test_platform_without_anonymous_files(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     ends = Ends([Worker({"w": np.ones(3)})], [Worker({"w": np.zeros(3)})])
     ends.plan()
-    assert "memfd_create" in ends.stage()[0]["staged"]["channels"][0]["blocked"]
+    with pytest.raises(RuntimeError, match="memfd_create.*give the link transport='object_store'"):
+        ends.stage()
 
 
 def test_memory_that_cannot_be_opened_is_reported():
@@ -476,12 +481,12 @@ def test_memory_that_cannot_be_opened_is_reported():
     ends = Ends([Worker({"a": np.ones(4)})], [Worker({"a": np.zeros(4)})])
     ends.plan()
     staged = ends.stage()
-    channel = staged[0]["staged"]["channels"][0]
-    channel["staged"] = (2**22 + 1, *channel["staged"][1:])
+    ((kind, description),) = staged[0].channels
+    staged[0] = staged[0]._replace(channels=[(kind, (2**22 + 1, *description[1:]))])
     (reply,) = ends.fetch(staged, 1)
-    kind, reason = reply["blocked"][0]
-    assert kind == "shared_memory"
-    assert "FileNotFoundError" in reason
+    assert (kind, reply.outcome, reply.source) == ("shared_memory", "lost", 0)
+    assert "FileNotFoundError" in reply.reason
+    assert "give the link transport='object_store'" in reply.reason
 
 
 @pytest.mark.parametrize(
@@ -500,7 +505,7 @@ def test_what_cannot_travel_is_refused_by_name(values, name, text):
     """What a method returns is refused with the name and the reason."""
     ends = Ends([Worker(values)], [Worker({})])
     (reply,), _ = ends.describe()
-    ((found, reason),) = reply["refused"]
+    ((found, reason),) = reply.refused
     assert found == name
     assert text in reason
 
@@ -615,8 +620,8 @@ def test_tensors_that_change_before_the_commit():
     ends.plan()
     ends.fetch(ends.stage(), 1)
     (reply,) = ends.commit(1, before="grow")
-    assert "'a': 'another box or dtype'" in reply["error"]
-    assert (reply["inconsistent"], reply["done"]) == (False, False)
+    assert "'a': 'another box or dtype'" in reply.error
+    assert not reply.inconsistent
     assert not target.tensors["a"].any()
 
 
@@ -631,7 +636,7 @@ def test_targets_that_cannot_be_written(kind):
         "overlapping": np.lib.stride_tricks.as_strided(values, (3, 4), (16, 8)),
     }[kind]
     _, (reply,) = Ends([Worker({"a": np.ones(value.shape)})], [Worker({"a": value})]).describe()
-    assert [name for name, _ in reply.get("refused", [])] == ["a"]
+    assert [name for name, _ in reply.refused] == ["a"]
 
 
 @pytest.mark.parametrize("kind", ["copies", "some copies"])
@@ -647,8 +652,8 @@ def test_targets_that_return_copies(kind):
     for _ in range(2):
         tensors = {name: np.zeros(4) for name in "ab"}
         _, (reply,) = Ends([Worker({name: np.ones(4) for name in "ab"})], [Copying(tensors)]).describe()
-        assert [name for name, _ in reply.get("refused", [])] == names
-        assert "copy" in reply["refused"][0][1]
+        assert [name for name, _ in reply.refused] == names
+        assert "copy" in reply.refused[0][1]
 
 
 def test_target_that_returns_copies_after_a_wake_up():
@@ -667,8 +672,8 @@ def test_target_that_returns_copies_after_a_wake_up():
     ends.plan()
     ends.fetch(ends.stage(), 1)
     (reply,) = ends.commit(1, before="wake_up")
-    assert "returns a copy" in reply["error"]
-    assert (reply["inconsistent"], reply["done"]) == (False, False)
+    assert "returns a copy" in reply.error
+    assert not reply.inconsistent
 
 
 @pytest.mark.parametrize(
@@ -689,7 +694,7 @@ def test_targets_that_overlap(first, second):
     ends = Ends([source], [Worker(values)])
     ends.plan()
     (reply,) = ends.fetch(ends.stage(), 1)
-    ((name, why),) = reply["refused"]
+    ((name, why),) = reply.refused
     assert f"shares some of its memory with {'b' if name == 'a' else 'a'!r}" in why
     assert not fused.any()
     Ends([source], [Worker(values)], exclude=("a",)).send(1)

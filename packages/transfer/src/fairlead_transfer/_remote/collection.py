@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors that methods of the user's return in one worker."""
 
+import collections
 import inspect
 from collections.abc import Collection as Names
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 
-from .tensors import check_tensors, check_writable, describe, is_same_memory, look, resolve
+from .replies import Described
+from .tensors import check_tensors, check_writable, describe, digest, is_same_memory, look, memory_of, resolve
 
 
 async def call(worker: Any, method: str | None, *args: Any) -> Any:
@@ -25,24 +27,24 @@ class Collection:
     Attributes:
         values: the part of each tensor that this process holds; empty between two attempts.
         number: of the description; 0 if there is none.
+        described: the description.
+        moves: how often the tensors were in other memory than before.
+        has_moved: whether they were the last time.
     """
 
     def __init__(self) -> None:
         self.values: Mapping[str, Any] = {}
         self.number = 0
-        # How often the tensors were in other memory than before, and whether they were the last time.
+        self.described: list[tuple[Any, ...]] = []
         self.moves = 0
         self.has_moved = False
         self._marks: list[Any] = []
-        self._described: list[tuple[Any, ...]] = []
 
-    def note(self, values: Any, method: str, known: int) -> dict[str, Any]:
+    def note(self, values: Any, method: str, known: int) -> Described:
         """Note what a method has returned; return the reply to a driver that knows the description of a number."""
         if wrong := self._look(values, method):
-            return {"number": self.number, "refused": wrong}
-        if self.number == known:
-            return {"number": known, "tensors": None}
-        return {"number": self.number, "tensors": self._described}
+            return Described(number=self.number, refused=wrong)
+        return Described(number=self.number, tensors=None if self.number == known else self.described)
 
     def _look(self, values: Any, method: str) -> list[tuple[str, str]]:
         """Note the tensors that a method has returned; if some are refused, return their names and the reasons."""
@@ -58,8 +60,8 @@ class Collection:
                 return wrong
             # Only the storage may have changed, of which the driver knows nothing.
             described = [(name, *describe(value)) for name, value in values.items()]
-            if described != self._described or not self.number:
-                self.number, self._described = self.number + 1, described
+            if described != self.described or not self.number:
+                self.number, self.described = self.number + 1, described
             self._marks = marks
         self.values = {name: local for name, (_, local) in looked.items()}
         return []
@@ -70,10 +72,10 @@ class Collection:
         Raises:
             ValueError: what has been staged does not fit those with these names.
         """
-        expected = {entry[0]: entry[1:] for entry in self._described if entry[0] in names}
+        expected = {entry[0]: entry[1:] for entry in self.described if entry[0] in names}
         wrong = dict(self._look(values, method))
         wrong = wrong or {name: why for name, why in check_writable(self.values) if name in names}
-        found = {entry[0]: entry[1:] for entry in self._described}
+        found = {entry[0]: entry[1:] for entry in self.described}
         wrong |= {name: "another box or dtype" for name, entry in expected.items() if found.get(name) != entry}
         if wrong:
             raise ValueError(f"the tensors of the target have changed since they were collected: {wrong}")
@@ -98,3 +100,30 @@ class Collection:
     def resolve(self) -> None:
         """Have the memory of the values hold them; that of a lazy conjugate or negative does not."""
         self.values = {name: resolve(local) for name, local in self.values.items()}
+
+
+def find_clashing(
+    tools: Any, tensors: Sequence[Any], pieces: Iterable[tuple[int, Any, Any]], tasks: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """Return the tensors that get something else than another one with the same memory: names and reasons.
+
+    Args:
+        tools: the library of the tensors.
+        tensors: of the target, by their numbers; None for those that a method of the user's takes.
+        pieces: for each its tensor, the box there, and the value.
+        tasks: of the end.
+    """
+    memories = {index: memory_of(tools, local) for index, local in enumerate(tensors) if local is not None}
+    counts = collections.Counter(memories.values())
+    gets: dict[int, dict[str, int]] = {index: {} for index, memory in memories.items() if counts[memory] > 1}
+    for index, box, value in pieces:
+        if index in gets:
+            gets[index][str(box)] = digest(tools, value, tasks["dtypes"][index])
+    wrong, owners = [], dict[Any, int]()
+    for index, digests in gets.items():
+        owner = owners.setdefault(memories[index], index)
+        if digests != gets[owner]:
+            first = tasks["names"][owner]
+            why = f"the target keeps it in the memory of {first!r}, and they differ in the source: exclude one of them"
+            wrong.append((tasks["names"][index], why))
+    return wrong

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a source rank shares with processes of its node.
+"""Memory that a process shares with others of its node.
 
 It is an anonymous file (`memfd_create`), which others open through the process's open files, so that nothing is left
 behind however the process ends. It never shrinks, because a reader would die of SIGBUS; a larger one is a new file.
@@ -11,16 +11,28 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Collection
 from typing import Any
 
-from .tensors import copy_all, part, view_parts
-from .transport import Blocked, Overwritten, Read, Transport, Write
+from .replies import Unreadable
 
 NAME = "fairlead-transfer"
 # Token, then the generation; the same again at the end.
 MARK = "<16sQ"
 HEAD = 64
+
+
+class Unread(Exception):
+    """What another process has staged could not be read; says why.
+
+    Attributes:
+        outcome: whether that process is late or lost, or has overwritten it.
+        source: the key of that process.
+    """
+
+    def __init__(self, outcome: Unreadable, source: Any, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+        self.source = source
 
 
 class Segment:
@@ -95,92 +107,5 @@ class Mapping:
 
     def holds(self, generation: int) -> bool:
         """Return whether the content is that of a generation, and no writer is at it."""
-        marks = [struct.unpack_from(MARK, self._page, at) for at in (HEAD + self._size, 0)]
+        marks = [struct.unpack_from(MARK, self._page, place) for place in (HEAD + self._size, 0)]
         return marks == [(self.token, generation)] * 2
-
-
-class SharedMemory(Transport):
-    """The transport between processes of one node that can map each other's memory."""
-
-    def __init__(self) -> None:
-        self._segments: dict[int, Segment] = {}
-        self._outgoing: dict[int, tuple[Any, list[Any]]] = {}
-        # By source rank and channel.
-        self._mapped: dict[tuple[int, int], Mapping] = {}
-        self._incoming: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
-        self._used: list[tuple[Mapping, int]] = []
-
-    def stage(self, write: Write) -> Any:
-        """Copy the blocks into a segment, which is kept from one send to the next."""
-        tools, number, size, blocks, order, fresh = write
-        segment = self._segments.get(number)
-        if segment is None or segment.size != size or fresh:
-            if segment is not None:
-                self._discard(self._segments.pop(number))
-            try:
-                segment = self._segments[number] = self._make(size)
-            except (AttributeError, OSError) as error:
-                raise Blocked(f"it has no anonymous file (memfd_create): {type(error).__name__}: {error}") from error
-            self._outgoing.pop(number, None)
-        content = segment.begin()
-        known, views = self._outgoing.get(number, (None, []))
-        if known != order:
-            # The same memory in every send, so its views are made once.
-            views = [tools.view(content, block.dtype, block.offset, block.sizes) for block in blocks]
-            self._outgoing[number] = order, views
-        copy_all(tools, zip(views, (part(block.tensor, block.box) for block in blocks), strict=True))
-        return segment.end()
-
-    def _make(self, size: int) -> Segment:
-        """Return a new segment."""
-        return Segment(size)
-
-    def _discard(self, segment: Segment) -> None:
-        """Close a segment that is used no more."""
-        segment.close()
-
-    def fetch(self, read: Read) -> list[Any]:
-        """Return views of the source's memory."""
-        place, staged = (read.source, read.number), read.staged
-        if place not in self._mapped or self._mapped[place].token != staged[3]:
-            try:
-                self._mapped[place] = Mapping(staged)
-            except OSError as error:
-                raise Blocked(f"{type(error).__name__}: {error}") from error
-            self._incoming.pop(place, None)
-        mapped = self._mapped[place]
-        if not mapped.holds(staged[4]):
-            raise Overwritten
-        self._used.append((mapped, staged[4]))
-        known, views = self._incoming.get(place, (None, []))
-        if known != read.order:
-            # The same memory in every send, so its views are made once.
-            places = [(0, part.offset) for part in read.wanted]
-            views = view_parts(read.tools, [mapped.content()], read.wanted, places)
-            self._incoming[place] = read.order, views
-        return views
-
-    def is_unchanged(self) -> bool:
-        """Return whether no segment has been written since it was opened."""
-        return all(mapped.holds(generation) for mapped, generation in self._used)
-
-    def release(self) -> None:
-        """Forget what was fetched; the segments stay mapped."""
-        self._used = []
-
-    def keep_only(self, numbers: Collection[int]) -> None:
-        """Close the segments of other channels."""
-        for number in set(self._segments).difference(numbers):
-            self._discard(self._segments.pop(number))
-            self._outgoing.pop(number, None)
-
-    def forget_others(self, places: Collection[tuple[int, int]]) -> None:
-        """Unmap the segments of other channels: the memory of a process that has ended goes with the last map."""
-        for place in set(self._mapped).difference(places):
-            del self._mapped[place]
-            self._incoming.pop(place, None)
-
-    def close(self) -> None:
-        """Give the memory back as soon as no process maps it."""
-        for segment in self._segments.values():
-            self._discard(segment)

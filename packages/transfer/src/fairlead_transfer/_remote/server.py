@@ -6,19 +6,17 @@ A reader asks for a part of a segment by its token and generation. The server se
 it has all bytes: if it is still the same, no byte is of a later one.
 """
 
-import functools
+import math
 import os
-import selectors
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
-from .segment import HEAD, Segment
-from .sockets import LOOK_S, Gone, Late, close, connect, run
-from .transport import Overwritten
+from .segment import HEAD, Segment, Unread
+from .sockets import Gone, Late, close, connect, fill, introduce, read, run
 
 # Token, generation, the first byte and the number of bytes.
 REQUEST = "!16sQQQ"
@@ -53,10 +51,10 @@ class Server:
             self._connections.add(connection)
             is_late = self._closed
         try:
-            connection.settimeout(None)
-            while not is_late and (request := _receive(connection, struct.calcsize(REQUEST))) is not None:
+            while not is_late:
+                request = read(connection, struct.calcsize(REQUEST), math.inf)
                 self._send(connection, *struct.unpack(REQUEST, request))
-        except OSError:  # the reader is gone, or `close` was called
+        except (Gone, OSError):  # the reader is gone, or `close` was called
             pass
         finally:
             with self._lock:
@@ -89,17 +87,6 @@ class Server:
             close(connection)
 
 
-def _receive(connection: socket.socket, length: int) -> bytes | None:
-    """Return the next bytes of a connection, or None if the other process has closed it."""
-    content = b""
-    while len(content) < length:
-        received = connection.recv(length - len(content))
-        if not received:
-            return None
-        content += received
-    return content
-
-
 class Wish(NamedTuple):
     """A part of a segment of another host, and where it goes."""
 
@@ -111,147 +98,81 @@ class Wish(NamedTuple):
     places: Sequence[memoryview]  # where its bytes go, in order
 
 
-class ReadError(Exception):
-    """A part of a segment could not be read. Its cause is Late, Gone or Overwritten.
-
-    Attributes:
-        source: the key of the process that did not send it.
-        is_connected: whether there was a connection to it.
-    """
-
-    def __init__(self, source: Any, reason: str, *, is_connected: bool = True) -> None:
-        super().__init__(source, reason)
-        self.source = source
-        self.is_connected = is_connected
-
-
 class Reader:
     """Reads segments of other hosts, from all of them at the same time, and keeps the connections."""
 
     def __init__(self) -> None:
-        self._connections: dict[Hashable, tuple[tuple[str, int], socket.socket]] = {}
+        self._connections: dict[Any, tuple[tuple[str, int], socket.socket]] = {}
 
-    def read(
-        self,
-        wishes: Mapping[Any, Sequence[Wish]],
-        deadline: float,
-        is_over: Callable[[Any], bool] | None = None,
-        *,
-        checks: bool = True,
-    ) -> None:
+    def read(self, wishes: Mapping[Any, Sequence[Wish]], deadline: float) -> None:
         """Read parts of segments into their places.
 
         Args:
             wishes: the parts, by a key of the process that sends them.
             deadline: when to give up, in `time.monotonic`.
-            is_over: whether a process that does not listen never will; None if all of them listen.
-            checks: whether to ask at the end if the segments still have these generations. Without it, their owners
-                must not write them before they know that they have been read.
 
         Raises:
-            ReadError: a process is late or gone, or has overwritten the segment.
+            Unread: a process is late or lost, or has overwritten the segment.
         """
-        steps: dict[Any, Iterator[memoryview]] = {}
-        for source, parts in wishes.items():
-            steps[source] = self._steps(self._connect(source, parts[0], deadline, is_over), parts, deadline, checks)
-        places = {source: self._advance(source, remaining, memoryview(b"")) for source, remaining in steps.items()}
-        pending = {source: place for source, place in places.items() if place is not None}
-        with selectors.DefaultSelector() as selector:
-            for source in pending:
-                selector.register(self._connections[source][1], selectors.EVENT_READ, source)
-            while pending:
-                ready = selector.select(min(LOOK_S, max(0.0, deadline - time.monotonic())))
-                if not ready and time.monotonic() >= deadline:
-                    source = next(iter(pending))
-                    raise self._failed(source, Late("it did not send its share by the deadline"))
-                for key, _ in ready:
-                    source = key.data
-                    place = self._advance(source, steps[source], self._fill(source, pending[source], deadline))
-                    if place is None:
-                        selector.unregister(key.fileobj)
-                        del pending[source]
-                    else:
-                        pending[source] = place
+        if not wishes:
+            return
+        with ThreadPoolExecutor(len(wishes), "fairlead-transfer-read") as threads:
+            reads = [threads.submit(self._read_from, source, parts, deadline) for source, parts in wishes.items()]
+            done, _ = wait(reads, return_when=FIRST_EXCEPTION)
+            failed = [error for read in done if (error := read.exception()) is not None]
+            if failed:
+                self.close()  # answers may be on their way, and other threads wait for some
+        if failed:
+            raise failed[0]
 
-    def _connect(
-        self, source: Any, wish: Wish, deadline: float, is_over: Callable[[Any], bool] | None
-    ) -> socket.socket:
+    def _read_from(self, source: Any, wishes: Sequence[Wish], deadline: float) -> None:
+        """Read what one process sends."""
+        try:
+            connection = self._connect(source, wishes[0], deadline)
+            _ask(connection, wishes, deadline, with_content=True)
+            _ask(connection, wishes, deadline, with_content=False)
+        except Late as error:
+            raise Unread("late", source, "it did not send what it has staged by the deadline") from error
+        except Gone as error:
+            raise Unread("lost", source, str(error)) from error
+        except _Other as error:
+            raise Unread("overwritten", source, "what it had staged was overwritten before it was read") from error
+
+    def _connect(self, source: Any, wish: Wish, deadline: float) -> socket.socket:
         known = self._connections.get(source)
         if known is not None and known[0] == wish.address:
             return known[1]
-        self.forget([source])
-        try:
-            ends = None if is_over is None else functools.partial(is_over, source)
-            made = connect(wish.address, wish.secret, READER, deadline, ends)
-        except (Late, Gone) as error:
-            self.close()
-            raise ReadError(source, str(error), is_connected=False) from error
-        self._connections[source] = wish.address, made
+        if known is not None:
+            close(known[1])
+        made = connect(wish.address, deadline)
+        self._connections[source] = wish.address, made  # `close` ends what follows
+        introduce(made, wish.secret, READER, deadline)
         return made
 
-    def _steps(
-        self, connection: socket.socket, wishes: Sequence[Wish], deadline: float, checks: bool
-    ) -> Iterator[memoryview]:
-        """Yield the places of a connection's bytes, each of which is full when the next one is taken."""
-        reply = bytearray(struct.calcsize(REPLY))
-
-        def ask(requests: list[bytes]) -> None:
-            run(connection, deadline, lambda: connection.sendall(b"".join(requests)))
-
-        ask(
-            [
-                struct.pack(REQUEST, wish.token, wish.generation, wish.begin, sum(map(len, wish.places)))
-                for wish in wishes
-            ]
-        )
-        for wish in wishes:
-            yield memoryview(reply)
-            if struct.unpack(REPLY, reply)[0] != wish.generation:
-                raise Overwritten
-            yield from wish.places
-        if not checks:
-            return
-        ask([struct.pack(REQUEST, wish.token, wish.generation, 0, 0) for wish in wishes])
-        for wish in wishes:
-            yield memoryview(reply)
-            if struct.unpack(REPLY, reply)[0] != wish.generation:
-                raise Overwritten
-
-    def _fill(self, source: Any, place: memoryview, deadline: float) -> memoryview:
-        """Receive what is there; return the rest of the place."""
-        connection = self._connections[source][1]
-        try:
-            received = run(connection, deadline, lambda: connection.recv_into(place))
-        except (Late, Gone) as error:
-            raise self._failed(source, error) from error
-        if not received:
-            raise self._failed(source, Gone("the connection was closed"))
-        return place[received:]
-
-    def _advance(self, source: Any, steps: Iterator[memoryview], place: memoryview) -> memoryview | None:
-        """Return the next place that is not full; None if there is none."""
-        try:
-            while not len(place):
-                place = next(steps)
-        except StopIteration:
-            return None
-        except (Late, Gone, Overwritten) as error:
-            raise self._failed(source, error) from error
-        return place
-
-    def _failed(self, source: Any, error: Exception) -> ReadError:
-        """Close all connections, on which answers may be on their way; return the error."""
-        self.close()
-        failed = ReadError(source, str(error))
-        failed.__cause__ = error
-        return failed
-
-    def forget(self, sources: Sequence[Any]) -> None:
-        """Close the connections to some processes."""
-        for source in sources:
-            if source in self._connections:
-                close(self._connections.pop(source)[1])
+    def keep_only(self, sources: Collection[Any]) -> None:
+        """Close the connections to other processes than these."""
+        for source in set(self._connections).difference(sources):
+            close(self._connections.pop(source)[1])
 
     def close(self) -> None:
         """Close all connections."""
-        self.forget(list(self._connections))
+        self.keep_only(())
+
+
+class _Other(Exception):
+    """The segment has the content of another generation."""
+
+
+def _ask(connection: socket.socket, wishes: Sequence[Wish], deadline: float, *, with_content: bool) -> None:
+    """Ask for the generations of segments, and read their content if it is wanted."""
+    requests = [
+        struct.pack(REQUEST, wish.token, wish.generation, wish.begin, sum(map(len, wish.places)) * with_content)
+        for wish in wishes
+    ]
+    run(connection, deadline, lambda: connection.sendall(b"".join(requests)))
+    for wish in wishes:
+        (generation,) = struct.unpack(REPLY, read(connection, struct.calcsize(REPLY), deadline))
+        if generation != wish.generation:
+            raise _Other
+        for place in wish.places if with_content else ():
+            fill(connection, place, deadline)

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import math
 import multiprocessing.connection
 import os
 import secrets
@@ -26,7 +27,7 @@ PROOF_S = 5.0
 CONNECT_S = 10.0
 # Connections that have proved nothing yet; of more, the oldest is closed.
 MOST_UNPROVEN = 64
-# Seconds between two looks for processes that have exited, or a caller that has given up.
+# Seconds between two looks for processes that have exited.
 LOOK_S = 0.2
 NUMBER = "!I"
 
@@ -44,15 +45,16 @@ def prove(secret: bytes, content: bytes) -> bytes:
     return hmac.new(secret, content, hashlib.sha256).digest()
 
 
-def reserve(host: str) -> socket.socket:
-    """Return a socket with a port of an address of this host, which refuses connections until it listens."""
-    reserved = socket.socket()
+def listen(host: str) -> socket.socket:
+    """Return a socket that listens on a port of an address of this host; a `Listener` answers its connections."""
+    listening = socket.socket()
     try:
-        reserved.bind((host, 0))
+        listening.bind((host, 0))
+        listening.listen(1024)
     except BaseException:
-        reserved.close()
+        listening.close()
         raise
-    return reserved
+    return listening
 
 
 def has_exited(pid: int) -> bool:
@@ -69,47 +71,36 @@ def has_exited(pid: int) -> bool:
         os.close(process)
 
 
-def connect(
-    address: tuple[str, int], secret: bytes, number: int, deadline: float, is_over: Callable[[], bool] | None
-) -> socket.socket:
-    """Connect as the member with this number to one that listens, and prove it in both directions.
+def connect(address: tuple[str, int], deadline: float) -> socket.socket:
+    """Return a connection to a process that listens; Gone if it does not, Late if it is not made by the deadline."""
+    try:
+        return socket.create_connection(address, max(0.01, min(CONNECT_S, deadline - time.monotonic())))
+    except OSError as error:
+        if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
+            raise Late(f"no connection to {address} by the deadline") from error
+        raise Gone(f"it does not listen at {address}: {error}") from error
 
-    It waits until the other one listens, or `is_over` says that it never will. Without `is_over` the other one listens
-    already, so that it is gone if it does not answer soon.
+
+def introduce(connection: socket.socket, secret: bytes, number: int, deadline: float) -> None:
+    """Prove to the process that listens, and have it prove, that both know the secret.
+
+    Args:
+        connection: a new connection.
+        secret: of the transfer.
+        number: what this process says that it is.
+        deadline: when to give up, in `time.monotonic`.
 
     Raises:
-        Gone: it has exited, `is_over` is true, or the process at this address does not know the secret.
-        Late: it does not answer by the deadline.
+        Gone: it has exited, or does not know the secret.
+        Late: it does not answer.
     """
-    soon = time.monotonic() + CONNECT_S
-    while True:
-        try:
-            left_s = min(CONNECT_S, deadline - time.monotonic())
-            connection = socket.create_connection(address, max(0.01, left_s))
-            break
-        except OSError as error:
-            if is_over is None or is_over():
-                raise Gone(f"it does not listen: {error}") from error
-            if time.monotonic() > deadline - 0.05:
-                raise Late(f"{type(error).__name__}: {error}") from error
-            time.sleep(0.05)
-    try:
-        while not multiprocessing.connection.wait([connection], LOOK_S):
-            if time.monotonic() > soon if is_over is None else is_over():
-                raise Gone("it does not answer")
-            if time.monotonic() > deadline:
-                raise Late("no answer by the deadline")
-        theirs = read(connection, NONCE, deadline)
-        mine = secrets.token_bytes(NONCE) + struct.pack(NUMBER, number)
-        run(connection, deadline, lambda: connection.sendall(mine + prove(secret, b"member" + theirs + mine)))
-        expected = prove(secret, b"listener" + theirs + mine)
-        if not hmac.compare_digest(read(connection, len(expected), deadline), expected):
-            raise Gone("the process at this address is not of this transfer")
-    except BaseException:
-        close(connection)
-        raise
+    theirs = read(connection, NONCE, deadline)
+    mine = secrets.token_bytes(NONCE) + struct.pack(NUMBER, number)
+    run(connection, deadline, lambda: connection.sendall(mine + prove(secret, b"member" + theirs + mine)))
+    expected = prove(secret, b"listener" + theirs + mine)
+    if not hmac.compare_digest(read(connection, len(expected), deadline), expected):
+        raise Gone("the process at this address is not of this transfer")
     _tune(connection)
-    return connection
 
 
 def answer(connection: socket.socket, secret: bytes, deadline: float) -> int:
@@ -129,20 +120,19 @@ class Listener:
     """Accepts connections until it is closed.
 
     Args:
-        reserved: a bound socket, which it takes over.
+        listening: what `listen` has returned, which it takes over.
         secret: the secret of the transfer.
         take: a function that is called with the number and the connection of each member, in a thread of its own. It
             owns the connection.
     """
 
-    def __init__(self, reserved: socket.socket, secret: bytes, take: Callable[[int, socket.socket], None]) -> None:
-        self._socket = reserved
+    def __init__(self, listening: socket.socket, secret: bytes, take: Callable[[int, socket.socket], None]) -> None:
+        self._socket = listening
         self._secret = secret
         self._take = take
         self._unproven: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
         self._closed = False
-        reserved.listen(1024)
         self._thread = threading.Thread(target=self._accept, name="fairlead-transfer-accept", daemon=True)
         self._thread.start()
 
@@ -186,7 +176,7 @@ class Listener:
 def run(connection: socket.socket, deadline: float, operation: Any) -> Any:
     """Return the result of a socket's operation; Late or Gone if it fails."""
     try:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        connection.settimeout(None if deadline == math.inf else max(0.001, deadline - time.monotonic()))
         return operation()
     except TimeoutError as error:
         raise Late("no answer by the deadline") from error
@@ -197,13 +187,17 @@ def run(connection: socket.socket, deadline: float, operation: Any) -> Any:
 def read(connection: socket.socket, length: int, deadline: float) -> bytes:
     """Return the next bytes of a connection; Late or Gone if they do not come."""
     content = bytearray(length)
-    rest = memoryview(content)
-    while rest:
-        received = run(connection, deadline, functools.partial(connection.recv_into, rest))
+    fill(connection, memoryview(content), deadline)
+    return bytes(content)
+
+
+def fill(connection: socket.socket, place: memoryview, deadline: float) -> None:
+    """Put the next bytes of a connection into a place until it is full; Late or Gone if they do not come."""
+    while place:
+        received = run(connection, deadline, functools.partial(connection.recv_into, place))
         if not received:
             raise Gone("the connection was closed")
-        rest = rest[received:]
-    return bytes(content)
+        place = place[received:]
 
 
 def _tune(connection: socket.socket) -> None:

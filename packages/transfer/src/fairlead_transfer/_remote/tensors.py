@@ -13,8 +13,6 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .transport import Wanted
-
 # Bytes of a tensor that are copied at a time where only its digest is wanted.
 SLAB_BYTES = 1 << 20
 
@@ -249,17 +247,6 @@ def part(tensor: Any, box: tuple[slice, ...]) -> Any:
     return tensor[box] if tensor.ndim else tensor.reshape(1)
 
 
-def view_parts(
-    tools: Any, buffers: Sequence[Any], wanted: Sequence[Wanted], places: Sequence[tuple[int, int]]
-) -> list[Any]:
-    """Return the wanted parts of blocks; `places` has for each the number of its buffer, and where its block begins."""
-    blocks = (
-        tools.view(buffers[buffer], part.dtype, begin, part.sizes)
-        for part, (buffer, begin) in zip(wanted, places, strict=True)
-    )
-    return [block if part.inside is None else block[part.inside] for block, part in zip(blocks, wanted, strict=True)]
-
-
 def as_bytes(tools: Any, tensor: Any, dtype: str) -> Any:
     """Return the bytes of a tensor, in order, as they travel: its own memory, which must outlive them, or a copy."""
     buffer = tools.as_buffer(tensor) if tools.dtype_name(tensor) == dtype else None
@@ -295,45 +282,25 @@ def nbytes(tools: Any, sizes: Sequence[int], dtype: str) -> int:
     return int(tools.dtype(dtype).itemsize) * math.prod(sizes)
 
 
-def span(tools: Any, tensor: Any) -> tuple[str, int, int]:
-    """Return the device of a tensor, the address where its memory begins, and the one where it ends."""
-    device, address, strides = tools.memory(tensor)
-    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)]
-    begin, last = address + sum(min(0, step) for step in steps), address + sum(max(0, step) for step in steps)
-    return device, begin, last + nbytes(tools, (1,), tools.dtype_name(tensor))
-
-
-def overlap(ours: Iterable[tuple[str, int, int]], theirs: Iterable[tuple[str, int, int]]) -> bool:
-    """Return whether a span of one list and a span of the other have bytes in common."""
-    ends: dict[str, list[int]] = {}
-    marked = sorted([(*span, 0) for span in ours] + [(*span, 1) for span in theirs])
-    for device, begin, end, side in marked:
-        reached = ends.setdefault(device, [begin, begin])
-        if begin < reached[1 - side]:
-            return True
-        reached[side] = max(reached[side], end)
-    return False
-
-
 def find_overlapping(tools: Any, tensors: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the tensors that share some elements with another one, but are not the same memory: names and reasons."""
-    spans = [(span(tools, local), name) for name, local in tensors.items() if 0 not in local.shape]
+    owners: dict[Any, str] = {}
+    for name, local in tensors.items():
+        if 0 not in local.shape:
+            owners.setdefault(memory_of(tools, local), name)
+    runs = sorted(
+        (memory[0], *run, name) for memory, name in owners.items() for run in _find_runs(tools, tensors[name])
+    )
     wrong: dict[str, str] = {}
-    runs: dict[str, list[tuple[int, int]]] = {}
-    reaching: list[tuple[tuple[str, int, int], str]] = []
-    for place, name in sorted(spans):
-        reaching = [(other, before) for other, before in reaching if other[0] == place[0] and other[2] > place[1]]
-        for _, before in reaching:
-            if _memory(tools, tensors[name]) == _memory(tools, tensors[before]):
-                continue
-            for member in (name, before):
-                if member not in runs:
-                    runs[member] = _find_runs(tools, tensors[member])
-            if _intersect(runs[name], runs[before]):
-                first, second = sorted((name, before), key=list(tensors).index)
-                why = f"it shares some of its memory with {first!r}: return only one of them, or exclude one"
-                wrong.setdefault(second, why)
-        reaching.append((place, name))
+    reaching = ("", 0, 0, "")  # of the runs before, the one that ends last
+    for run in runs:
+        device, _, end, before = reaching
+        if run[0] == device and run[1] < end and run[3] != before:
+            first, second = sorted((run[3], before), key=list(tensors).index)
+            why = f"it shares some of its memory with {first!r}: return only one of them, or exclude one"
+            wrong.setdefault(second, why)
+        if run[0] != device or run[2] > end:
+            reaching = run
     return list(wrong.items())
 
 
@@ -343,7 +310,7 @@ def is_same_memory(first: Any, second: Any) -> bool:
     return marks[0] == marks[1]
 
 
-def _memory(tools: Any, tensor: Any) -> tuple[Any, ...]:
+def memory_of(tools: Any, tensor: Any) -> tuple[Any, ...]:
     """Return what two tensors have in common that are the same elements in the same order."""
     return *tools.memory(tensor), tuple(tensor.shape), tools.dtype_name(tensor)
 
@@ -361,17 +328,6 @@ def _find_runs(tools: Any, tensor: Any) -> list[tuple[int, int]]:
         else:
             begins = [begin + index * reach for index in range(size) for begin in begins]
     return [(begin, begin + length) for begin in sorted(begins)]
-
-
-def _intersect(ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> bool:
-    """Return whether two sorted lists of pieces of memory have a byte in common."""
-    marked = sorted([(*run, 0) for run in ours] + [(*run, 1) for run in theirs])
-    ends = [0, 0]
-    for begin, end, side in marked:
-        if begin < ends[1 - side]:
-            return True
-        ends[side] = max(ends[side], end)
-    return False
 
 
 def join_pieces(

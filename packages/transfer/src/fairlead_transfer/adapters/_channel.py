@@ -31,20 +31,10 @@ class Channel:
         return pickle.loads(read(self._connection, length, deadline))
 
     def is_closed(self) -> bool:
-        """Return whether the other process has closed the connection, even if there is a message to read."""
-        if self._connection.fileno() < 0:
-            return True
+        """Return whether the other process has closed the connection."""
         poll = select.poll()
         poll.register(self._connection, select.POLLRDHUP)
         return bool(poll.poll(0))
-
-    def has_data(self) -> bool:
-        """Return whether there is something to read."""
-        self._connection.settimeout(0)
-        try:
-            return bool(self._connection.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
 
     def send_some(self, content: memoryview) -> memoryview:
         """Send what the connection takes now; return the rest. OSError if it takes nothing any more."""

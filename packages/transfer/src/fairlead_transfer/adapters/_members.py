@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from .._remote.sockets import reserve
+from .._remote.sockets import listen
 
 LOOPBACK = "127.0.0.1"
 
@@ -75,10 +75,10 @@ class Ports:
 
     def __init__(self) -> None:
         host = ray.util.get_node_ip_address()
-        self._sockets = {LOOPBACK: reserve(LOOPBACK)}
+        self._sockets = {LOOPBACK: listen(LOOPBACK)}
         if host != LOOPBACK:
             try:
-                self._sockets[host] = reserve(host)
+                self._sockets[host] = listen(host)
             except OSError as error:
                 self.close()
                 text = f"This process cannot listen on its node's address {host}: {error}."

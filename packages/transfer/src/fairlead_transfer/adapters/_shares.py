@@ -1,80 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a bucket: the share that a sender offers, and how a receiver gets all shares.
 
-Both have two of everything, so that senders fill one bucket while receivers copy the one before it.
+Both have two of everything, so that senders fill one bucket while receivers copy the one before it. After `close`
+nothing is opened any more: a thread whose caller has given up may still run.
 """
 
-import socket
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Mapping
 from typing import Any
 
 from .._remote.segment import Mapping as Mapped
 from .._remote.segment import Segment
-from .._remote.server import READER, Reader, Server, Wish
-from .._remote.sockets import Listener
+from .._remote.server import Reader, Server, Wish
 from .._remote.tensors import library
-from .._remote.transport import Overwritten
 from ._buckets import BucketShape
 from ._members import Membership
 
 # What `Segment.end` returns.
 Description = tuple[Any, ...]
+ENDED = "The transfer has ended: the engine was finalized, or its caller has given up."
 
 
-class Offer:
-    """The shares of a sender in its last two buckets.
+class Segments:
+    """The segments of the last two buckets, made when they are needed."""
 
-    Args:
-        share: the bytes of a share.
-        membership: of this process.
-        listener_socket: a socket that others connect to; None if no other process has to.
-        greet: what takes the connections of other members than readers.
-    """
-
-    def __init__(
-        self,
-        share: int,
-        membership: Membership,
-        listener_socket: socket.socket | None,
-        greet: Callable[[int, socket.socket], None],
-    ) -> None:
-        self._share = share
-        self._server = server = Server()
-        self._segments: dict[int, Segment] = {}
-
-        def take(number: int, connection: socket.socket) -> None:
-            if number == READER:
-                server.serve(connection)
-            else:
-                greet(number, connection)
-
-        self._listener = None if listener_socket is None else Listener(listener_socket, membership.secret, take)
+    def __init__(self, size: int, server: Server | None = None) -> None:
+        self._size = size
+        self._server = server
+        self._segments: dict[int, Segment] | None = {}
+        self._lock = threading.Lock()
 
     def begin(self, bucket: int) -> memoryview:
-        """Return the memory of the share in a bucket; what it held, two buckets ago, is invalid from now on."""
-        segment = self._segments.get(bucket % 2)
-        if segment is None:
-            segment = self._segments[bucket % 2] = Segment(self._share)
-            self._server.offer(segment)
+        """Return the memory of a bucket; what it held, two buckets ago, is invalid from now on."""
+        with self._lock:
+            if self._segments is None:
+                raise ValueError(ENDED)
+            segment = self._segments.get(bucket % 2)
+            if segment is None:
+                segment = self._segments[bucket % 2] = Segment(self._size)
+                if self._server is not None:
+                    self._server.offer(segment)
         return segment.begin()
 
     def end(self, bucket: int) -> Description:
-        """Return where others find the share, which is filled."""
-        return self._segments[bucket % 2].end()
-
-    def drop(self) -> None:
-        """Give the memory back; the next bucket has other segments, so that nobody takes one for another."""
-        segments, self._segments = self._segments, {}
-        for segment in segments.values():
-            self._server.withdraw(segment)
-            segment.close()
+        """Return where others find a bucket, which is filled."""
+        return (self._segments or {})[bucket % 2].end()
 
     def close(self) -> None:
-        """Give everything back."""
-        if self._listener is not None:
-            self._listener.close()
-        self._server.close()
-        self.drop()
+        """Give the memory back."""
+        with self._lock:
+            segments, self._segments = self._segments or {}, None
+        for segment in segments.values():
+            if self._server is not None:
+                self._server.withdraw(segment)
+            segment.close()
 
 
 class Intake:
@@ -84,13 +63,13 @@ class Intake:
         self._shape = shape
         self._me = membership
         self._reader = Reader()
-        self._mapped: dict[bytes, Mapped] = {}
-        self._relays: dict[int, Segment] = {}
+        self._mapped: dict[bytes, Mapped] | None = {}
+        self._relays = Segments(shape.capacity)
+        self._lock = threading.Lock()
 
     def map_whole(self, description: Description, filled: int, memory: Any) -> None:
-        """Copy a bucket that the reader of this node has read; Overwritten if it is another one."""
-        mapped = self._map(description)
-        self._copy(mapped, description, [(0, filled)], memory)
+        """Copy a bucket that the reader of this node has read; BufferError if it is another one."""
+        self._copy(description, [(0, filled)], memory)
 
     def read(
         self,
@@ -101,7 +80,6 @@ class Intake:
         *,
         relays: bool,
         deadline: float,
-        is_over: Callable[[int], bool],
     ) -> Description | None:
         """Get all shares of a bucket.
 
@@ -112,63 +90,51 @@ class Intake:
             memory: where they go.
             relays: whether others on this node get the bucket from this process.
             deadline: when to give up.
-            is_over: whether a sender that does not listen never will.
 
         Returns:
             Where the others find the bucket.
 
         Raises:
             OSError: the memory of a sender on this node cannot be opened.
-            Overwritten: a sender on this node has filled the share again.
-            ReadError: a sender elsewhere is late or gone.
+            BufferError: a sender on this node has filled the share again.
+            Unread: a sender elsewhere is late or lost, or has filled the share again.
         """
-        relay = None
-        place = memory
-        if relays:
-            relay = self._relays.get(bucket % 2)
-            if relay is None:
-                relay = self._relays[bucket % 2] = Segment(self._shape.capacity)
-            place = relay.begin()
+        place = self._relays.begin(bucket) if relays else memory
         wishes: dict[int, list[Wish]] = {}
         for sender, description in staged.items():
             stripes = self._shape.find_stripes(sender, filled)
             if self._me.nodes[sender] == self._me.nodes[self._me.number]:
-                self._copy(self._map(description), description, stripes, place)
+                self._copy(description, stripes, place)
             elif stripes:
                 parts = [memoryview(place)[begin : begin + length] for begin, length in stripes]
                 token, generation = description[3:]
-                address = self._me.addresses[sender]
-                wishes[sender] = [Wish(address, self._me.secret, token, generation, 0, parts)]
-        if wishes:
-            # The senders fill these segments again when this process has copied them.
-            self._reader.read(wishes, deadline, is_over, checks=False)
-        if relay is None:
+                wishes[sender] = [Wish(self._me.addresses[sender], self._me.secret, token, generation, 0, parts)]
+        self._reader.read(wishes, deadline)
+        if not relays:
             return None
-        self._view(memory, filled).copy_(self._view(place, filled))
-        return relay.end()
+        _view(memory, filled).copy_(_view(place, filled))
+        return self._relays.end(bucket)
 
-    def _map(self, description: Description) -> Mapped:
-        token = description[3]
-        if token not in self._mapped:
-            self._mapped[token] = Mapped(description)
-        return self._mapped[token]
-
-    def _copy(self, mapped: Mapped, description: Description, stripes: list[tuple[int, int]], place: Any) -> None:
-        content, done = self._view(mapped.content(), description[2]), 0
-        to = self._view(place, self._shape.capacity)
+    def _copy(self, description: Description, stripes: list[tuple[int, int]], place: Any) -> None:
+        with self._lock:
+            if self._mapped is None:
+                raise ValueError(ENDED)
+            token = description[3]
+            mapped = self._mapped[token] = self._mapped.get(token) or Mapped(description)
+        content, to, done = _view(mapped.content(), description[2]), _view(place, self._shape.capacity), 0
         for begin, length in stripes:
             to[begin : begin + length].copy_(content[done : done + length])
             done += length
         if not mapped.holds(description[4]):
-            raise Overwritten("the share of a sender was overwritten before it was copied")
+            raise BufferError("the share of a sender was overwritten before it was copied")
 
-    def _view(self, memory: Any, length: int) -> Any:
-        return library("torch").view(memory, "uint8", 0, (length,))
-
-    def drop(self) -> None:
-        """Give everything back; the next bucket connects and maps again."""
+    def close(self) -> None:
+        """Give everything back."""
+        with self._lock:
+            self._mapped = None
         self._reader.close()
-        self._mapped = {}
-        relays, self._relays = self._relays, {}
-        for relay in relays.values():
-            relay.close()
+        self._relays.close()
+
+
+def _view(memory: Any, length: int) -> Any:
+    return library("torch").view(memory, "uint8", 0, (length,))
