@@ -109,7 +109,7 @@ class Ends:
                 rank,
                 "source",
                 self.epoch,
-                None,
+                "weights",
                 self.described[rank].number,
                 tasks,
                 self.tasks.number,

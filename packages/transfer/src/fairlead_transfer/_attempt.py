@@ -3,7 +3,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -13,8 +13,7 @@ from ._descriptions import compare_replicas, one_sided
 from ._remote.replies import Committed, Described, Fetched, Refused
 from ._report import Costs, TransferReport
 from ._routes import Route, Router
-from ._side import Requests, Side, describe_reply, first_error
-from ._states import States
+from ._side import Requests, Side, States, describe_reply, first_error
 from ._tasks import CommitOptions
 from .exceptions import LayoutMismatchError, Phase, RankFailure, TransferError
 
@@ -84,7 +83,7 @@ class Attempt:
         """Have all ranks describe their tensors; return the route, for people."""
         self._look()
         try:
-            self._describe(self.source.lost, stage=False)
+            self._collect(self._sources(self.source.lost), range(len(self.target.members)), None)
             return self.router.kept or self.router.make(self.source.lost)
         finally:
             self.release()
@@ -94,15 +93,10 @@ class Attempt:
         self._look(ranks)
         with self._releasing(ranks):
             if self.source.method is None or not good:
-                why = "no other rank holds it" if self.source.method else "with apply=, ranks have nothing to read"
-                reasons = dict.fromkeys(ranks, f"it needs version {self.version}, and {why}")
-                raise self._error("collect", "target", reasons, SEND)
+                text = f"No rank holds version {self.version} any more that could be read. {SEND}"
+                raise self._error("collect", "target", dict.fromkeys(ranks, "it needs the version"), text)
             self.source.look()
-            arguments = (self.epoch, self.source.method, 0, None, 0, False, False)
-            requests = self.source.ask(good, "source", lambda rank: arguments)
-            for rank, reply in self._replies("collect", self.source, requests, Described).items():
-                self.source.note_description(rank, reply)
-            self._note(self.target, self._replies("collect", self.target, self._ask_targets(ranks), Described))
+            self._collect(good, ranks, None)
             try:
                 self._route = route = self.router.make_from_replicas(self.source, good, ranks)
             except LayoutMismatchError as error:
@@ -110,7 +104,7 @@ class Attempt:
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs them"), text) from None
             self._compares = True
             try:
-                self._fetch(route, self._stage(route))
+                self._fetch(route, self._collect(good, (), route))
             except _Repeat as repeat:
                 raise self._error("move", "target", repeat.reasons, RESTART) from None
 
@@ -179,56 +173,59 @@ class Attempt:
         if lost:
             raise self._error("collect", "target", lost, RESTART)
 
+    def _sources(self, lost: Collection[int]) -> list[int]:
+        return [member.rank for member in self.source.members if member.rank not in lost]
+
     def _move(self, lost: Mapping[int, str]) -> Route:
-        replies = self._describe(lost, stage=True)
-        try:
-            self._route = route = (None if lost else self.router.kept) or self.router.make(lost)
-        except LayoutMismatchError as error:
-            if not lost:
-                raise
-            text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
-            raise self._error("collect", "source", lost, text) from None
-        if not replies:
-            self._compares = self.router.needs_digests(route, self.check_replicas)
-            replies = self._stage(route)
-        compare_replicas({rank: reply.digests or {} for rank, reply in replies.items()})
-        self._fetch(route, replies)
+        route, targets = None if lost else self.router.kept, range(len(self.target.members))
+        staged = self._collect(self._sources(lost), targets, route)
+        if route is None or self.router.kept is not route or not staged:
+            try:
+                route = (None if lost else self.router.kept) or self.router.make(lost)
+            except LayoutMismatchError as error:
+                if not lost:
+                    raise
+                text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
+                raise self._error("collect", "source", lost, text) from None
+            staged = self._collect(self._sources(lost), (), route)
+        self._route = route
+        compare_replicas({rank: reply.digests or {} for rank, reply in staged.items()})
+        self._fetch(route, staged)
         return route
 
-    def _describe(self, lost: Collection[int], *, stage: bool) -> dict[int, Described]:
-        """Have all ranks describe their tensors, and stage them at once where the last route still holds.
+    def _collect(self, sources: Collection[int], targets: Collection[int], route: Route | None) -> dict[int, Described]:
+        """Have ranks describe their tensors, and source ranks stage them at once if there is a route.
 
-        Returns:
-            The replies of the source ranks, if all have staged them.
+        The replies of the source ranks are returned if all have staged them: their tensors are still as the route has
+        them.
         """
-        kept = self.router.kept if not lost else None
-        if kept is not None and any(self.source.ends[rank].tasks_id != kept.tasks.number for rank in kept.sources):
-            kept = None
-        number = kept.tasks.number if kept is not None and stage else 0
-        self._compares = self.router.needs_digests(kept, self.check_replicas)
-        sources = [member.rank for member in self.source.members if member.rank not in lost]
-        method, fresh = self.source.method, self.states.unconfirmed
-        requests = self.source.ask(
-            sources,
-            "source",
-            lambda rank: (self.epoch, method, self.source.ends[rank].number, None, number, self._compares, fresh),
-            alone_within_s=self._left_alone() if number else None,
-        )
-        targets = self._ask_targets(range(len(self.target.members)))
-        replies = self._replies("collect", self.source, requests, Described, targets)
+        number, ends, fresh = route.tasks.number if route else 0, self.source.ends, self.states.unconfirmed
+        self._compares = self.source.name == "replica" or self.router.needs_digests(route, self.check_replicas)
+
+        def arguments(rank: int) -> tuple[Any, ...]:
+            tasks = route.tasks.source[rank] if route and ends[rank].tasks_id != number else None
+            return self.epoch, self.source.method, ends[rank].number, tasks, number, self._compares, fresh
+
+        # No method may change the tensors while they are staged, so that a version is one state of them.
+        within_s = self._left_alone() if route else None
+        requests = self.source.ask(sources, "source", arguments, alone_within_s=within_s)
+        method, asked = self.target.method, dict[int, Any]()
+        if method is not None:
+            known = self.target.ends
+            asked = self.target.ask(targets, "target", lambda rank: (self.epoch, method, known[rank].number))
+        phase: Phase = "collect" if targets else "stage"
+        replies = self._replies(phase, self.source, requests, Described, asked)
         self._note(self.source, replies)
-        self._note(self.target, self._replies("collect", self.target, targets, Described, counts=False))
-        if not number or self.router.kept is not kept or any(reply.channels is None for reply in replies.values()):
+        if asked:
+            self._note(self.target, self._replies("collect", self.target, asked, Described, counts=False))
+        if route is None or any(reply.channels is None for reply in replies.values()):
+            if not targets:
+                raise self._error("stage", "source", dict.fromkeys(sources, "its tensors change meanwhile"), FIX)
             return {}
         for rank, reply in replies.items():
+            ends[rank].tasks_id = number
             self._costs.note("stage", rank, reply.stage_s)
         return replies
-
-    def _ask_targets(self, ranks: Iterable[int]) -> Requests:
-        method, ends = self.target.method, self.target.ends
-        if method is None:
-            return {}
-        return self.target.ask(ranks, "target", lambda rank: (self.epoch, method, ends[rank].number))
 
     def _note(self, side: Side, replies: Mapping[int, Described]) -> None:
         """Note descriptions; refuse tensors that cannot travel, unless they are described and excluded."""
@@ -250,25 +247,6 @@ class Attempt:
         wrong = [one_sided(name, tensor, f"rank {rank}", why) for rank in refused for tensor, why in refused[rank]]
         if wrong:
             raise LayoutMismatchError(tuple(wrong))
-
-    def _stage(self, route: Route) -> dict[int, Described]:
-        """Have source ranks stage a version."""
-        tasks, ends, fresh = route.tasks, self.source.ends, self.states.unconfirmed
-
-        def arguments(rank: int) -> tuple[Any, ...]:
-            known = ends[rank].tasks_id == tasks.number
-            mine = None if known else tasks.source[rank]
-            return self.epoch, None, ends[rank].number, mine, tasks.number, self._compares, fresh
-
-        # No method may change the tensors while they are staged, so that a version is one state of them.
-        requests = self.source.ask(sorted(route.sources), "source", arguments, alone_within_s=self._left_alone())
-        replies = self._replies("stage", self.source, requests, Described)
-        for rank, reply in replies.items():
-            if reply.channels is None:
-                raise self._error("stage", "source", {rank: "its tensors have changed since they were planned"}, FIX)
-            ends[rank].tasks_id = tasks.number
-            self._costs.note("stage", rank, reply.stage_s)
-        return replies
 
     def _fetch(self, route: Route, staged: Mapping[int, Described]) -> None:
         """Have target ranks fetch: first those that read over the network for their nodes, then the others."""

@@ -14,14 +14,13 @@ from typing import Literal, get_args
 
 from fairlead_placement.extension import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup.spi import add_state, check_calls
+from fairlead_workergroup.spi import check_calls
 
 from ._attempt import Attempt
 from ._descriptions import make_selection
 from ._report import TransferExplanation, TransferReport
 from ._routes import Router, Transport
-from ._side import Side
-from ._states import States
+from ._side import Side, States
 from ._tasks import CommitOptions
 from .exceptions import StaleWeightsError, State, TransferError
 
@@ -109,9 +108,6 @@ class Link:
         self._closed = False
         self._guards: list[Callable[[], None]] = []
         self._lock = threading.RLock()  # a signal handler may close the link
-        name = f"link from {source_group.name_prefix} ({self._id[:6]})"
-        end_showing = add_state(target_group, name, functools.partial(_read_versions, weakref.ref(self)))
-        self._end_showing = weakref.finalize(self, end_showing)
         sides = self._source, self._target
         release_when_dropped(self, functools.partial(_describe_leak, *sides), functools.partial(_release, *sides))
 
@@ -264,7 +260,6 @@ class Link:
             if self._closed:
                 return
             self._closed = True
-            self._end_showing()
             for end_guard in self._guards:
                 end_guard()
             _release(self._source, self._target)
@@ -303,12 +298,6 @@ class Link:
             yield deadline
         finally:
             self._lock.release()
-
-
-def _read_versions(reference: "weakref.ref[Link]") -> dict[int, State]:
-    """Return what the target ranks of a link hold; nothing once it has been dropped."""
-    link = reference()
-    return {} if link is None else link.versions()
 
 
 def _check_versions(

@@ -33,11 +33,7 @@ class Route:
 
 
 class Router:
-    """Makes the routes of a link, and keeps the last one.
-
-    Attributes:
-        selection, transport: as given.
-    """
+    """Makes the routes of a link, and keeps the last one."""
 
     def __init__(self, source: Side, target: Side, selection: Selection, transport: Transport) -> None:
         self._source = source

@@ -42,30 +42,15 @@ class CommitOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks for the workers of both sides.
-
-    Attributes:
-        number: of these tasks.
-        source: for each source rank.
-        target: for each target rank.
-        transports: the transport of each pair of ranks that exchange pieces.
-    """
+    """The tasks for the workers of both sides."""
 
     number: int
-    source: dict[int, dict[str, Any]]
-    target: dict[int, dict[str, Any]]
-    transports: dict[tuple[int, int], str] = field(default_factory=dict)
+    source: dict[int, dict[str, Any]]  # for each source rank
+    target: dict[int, dict[str, Any]]  # for each target rank
+    transports: dict[tuple[int, int], str]  # of each pair of ranks that exchange pieces
 
     def find_reads(self, ranks: Collection[int], nodes: Sequence[str]) -> dict[int, list[tuple[int, int]]]:
-        """Return the target ranks that read over the network, one of each node, and what they read for all of it.
-
-        Args:
-            ranks: the target ranks that fetch.
-            nodes: the node of each target rank.
-
-        Returns:
-            By rank: pairs of a source rank and the number of its channel.
-        """
+        """Return the target ranks that read over the network, one of each node, and what: source ranks and channels."""
         readers: dict[str, int] = {}
         reads: dict[int, set[tuple[int, int]]] = {}
         for rank in sorted(ranks):

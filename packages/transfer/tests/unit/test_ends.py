@@ -457,7 +457,7 @@ def test_unused_memory_is_given_back():
     ends.transport = "object_store"
     ends.plan()
     # Tasks that stage nothing yet.
-    ends.ask("source", 0, "source", ends.epoch, None, 0, ends.tasks.source[0], 0, False, False)
+    ends.ask("source", 0, "source", ends.epoch, "weights", 0, ends.tasks.source[0], 0, False, False)
     assert count_segments() == mapped_before + 1
     gone = concurrent.futures.Future()
     gone.set_exception(ray.exceptions.RayError("it is gone"))
@@ -472,7 +472,7 @@ def test_platform_without_anonymous_files(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     ends = Ends([Worker({"w": np.ones(3)})], [Worker({"w": np.zeros(3)})])
     ends.plan()
-    with pytest.raises(RuntimeError, match="memfd_create.*give the link transport='object_store'"):
+    with pytest.raises(RuntimeError, match=r"memfd_create.*give the link transport='object_store'"):
         ends.stage()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from .replies import Described
-from .tensors import check_tensors, check_writable, describe, digest, is_same_memory, look, memory_of, resolve
+from .tensors import check_tensors, check_writable, describe, digest, is_same_memory, look, memory_of
 
 
 async def call(worker: Any, method: str | None, *args: Any) -> Any:
@@ -22,22 +22,14 @@ async def call(worker: Any, method: str | None, *args: Any) -> Any:
 
 
 class Collection:
-    """The tensors of one end, as they were collected last.
-
-    Attributes:
-        values: the part of each tensor that this process holds; empty between two attempts.
-        number: of the description; 0 if there is none.
-        described: the description.
-        moves: how often the tensors were in other memory than before.
-        has_moved: whether they were the last time.
-    """
+    """The tensors of one end, as they were collected last."""
 
     def __init__(self) -> None:
-        self.values: Mapping[str, Any] = {}
-        self.number = 0
+        self.values: Mapping[str, Any] = {}  # the part of each that this process holds; empty between two attempts
+        self.number = 0  # of the description; 0 if there is none
         self.described: list[tuple[Any, ...]] = []
-        self.moves = 0
-        self.has_moved = False
+        self.moves = 0  # how often the tensors were in other memory than before
+        self.has_moved = False  # whether they were the last time
         self._marks: list[Any] = []
 
     def note(self, values: Any, method: str, known: int) -> Described:
@@ -67,11 +59,7 @@ class Collection:
         return []
 
     def note_again(self, values: Any, method: str, names: Names[str]) -> None:
-        """Note the tensors that the target holds now; `before` may have replaced those that were collected.
-
-        Raises:
-            ValueError: what has been staged does not fit those with these names.
-        """
+        """Note the tensors that the target holds now; ValueError if what has been staged does not fit those named."""
         expected = {entry[0]: entry[1:] for entry in self.described if entry[0] in names}
         wrong = dict(self._look(values, method))
         wrong = wrong or {name: why for name, why in check_writable(self.values) if name in names}
@@ -81,11 +69,9 @@ class Collection:
             raise ValueError(f"the tensors of the target have changed since they were collected: {wrong}")
 
     def find_copies(self, again: Any, names: Names[str] | None = None) -> list[tuple[str, str]]:
-        """Return the tensors that a method returns in new memory each time, with the reason why they are refused.
+        """Return the tensors, of these names or all, that a method returns in new memory each time, and why not to.
 
-        Args:
-            again: the result of a second call of the method, while the values of the first one are kept.
-            names: the tensors in question; None for all.
+        `again` is the result of a second call of the method, while the values of the first one are kept.
         """
         first, second = self.values, {name: look(value)[1] for name, value in again.items()}
         why = "the method returns a copy of it each time, so new values would be lost: return the tensor itself"
@@ -97,22 +83,11 @@ class Collection:
             and (name not in second or not is_same_memory(local, second[name]))
         ]
 
-    def resolve(self) -> None:
-        """Have the memory of the values hold them; that of a lazy conjugate or negative does not."""
-        self.values = {name: resolve(local) for name, local in self.values.items()}
-
 
 def find_clashing(
     tools: Any, tensors: Sequence[Any], pieces: Iterable[tuple[int, Any, Any]], tasks: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return the tensors that get something else than another one with the same memory: names and reasons.
-
-    Args:
-        tools: the library of the tensors.
-        tensors: of the target, by their numbers; None for those that a method of the user's takes.
-        pieces: for each its tensor, the box there, and the value.
-        tasks: of the end.
-    """
+    """Return the tensors of a target that get something else than another one in the same memory: names and reasons."""
     memories = {index: memory_of(tools, local) for index, local in enumerate(tensors) if local is not None}
     counts = collections.Counter(memories.values())
     gets: dict[int, dict[str, int]] = {index: {} for index, memory in memories.items() if counts[memory] > 1}

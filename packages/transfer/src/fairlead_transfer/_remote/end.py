@@ -81,7 +81,7 @@ class End:
         self,
         worker: Any,
         epoch: int,
-        method: str | None,
+        method: str,
         known: int,
         tasks: dict[str, Any] | None,
         tasks_id: int,
@@ -90,23 +90,13 @@ class End:
     ) -> Described:
         """Describe the tensors of the source, and stage them if they are as the plan has them.
 
-        Args:
-            worker: the user's object.
-            epoch: of the attempt.
-            method: returns the tensors; None for those of this attempt.
-            known: the number of the description with which the driver has planned.
-            tasks: None for those that were given before.
-            tasks_id: the number of the tasks; 0 stages nothing.
-            compares: whether digests of what several source ranks hold are compared.
-            fresh: whether a target may still use what was staged before.
+        The driver has planned with the description of the number `known`. Without tasks, those that were given before
+        hold; the number 0 stages nothing.
         """
         if epoch < self._epoch:
             return Described("superseded")
         began, self._epoch = time.monotonic(), epoch
-        reply = Described(number=self._collection.number)
-        if method is not None:
-            reply = await self._collect(worker, epoch, method, known)
-        self._collection.resolve()
+        reply = await self._collect(worker, epoch, method, known)
         reply = reply._replace(collect_s=time.monotonic() - began)
         if tasks is not None:
             self._tasks = tasks
@@ -259,12 +249,12 @@ class End:
         staged = []
         for number, channel in enumerate(tasks["channels"]):
 
-            def fill(content: memoryview, blocks: Sequence[Any] = channel["blocks"]) -> None:
+            def write(content: memoryview, blocks: Sequence[Any] = channel["blocks"]) -> None:
                 views = (tools.view(content, dtypes[index], offset, sizes) for index, _, sizes, offset in blocks)
                 copy_all(tools, zip(views, (part(tensors[index], box) for index, box, *_ in blocks), strict=True))
 
             kind = channel["kind"]
-            staged.append((kind, self._transports[kind].stage(number, channel["size"], fill, fresh)))
+            staged.append((kind, self._transports[kind].stage(number, channel["size"], write, fresh)))
         return staged, digests
 
     def _fetch_all(self, intake: Intake) -> Fetched:

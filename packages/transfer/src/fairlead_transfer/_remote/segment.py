@@ -10,7 +10,9 @@ content changed while it was read.
 import mmap
 import os
 import struct
+import threading
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 from .replies import Unreadable
@@ -19,15 +21,11 @@ NAME = "fairlead-transfer"
 # Token, then the generation; the same again at the end.
 MARK = "<16sQ"
 HEAD = 64
+ENDED = "The transfer has ended: it was closed, or its caller has given up."
 
 
 class Unread(Exception):
-    """What another process has staged could not be read; says why.
-
-    Attributes:
-        outcome: whether that process is late or lost, or has overwritten it.
-        source: the key of that process.
-    """
+    """What another process, given by a key, has staged could not be read; says why."""
 
     def __init__(self, outcome: Unreadable, source: Any, reason: str) -> None:
         super().__init__(reason)
@@ -36,14 +34,7 @@ class Unread(Exception):
 
 
 class Segment:
-    """The owner's side.
-
-    Attributes:
-        size: bytes of the content.
-        token: what tells this segment from others.
-        generation: of the content.
-        file: the descriptor of its file.
-    """
+    """The owner's side; the generation is that of its content."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -76,15 +67,54 @@ class Segment:
         self._close()
 
 
+class Segments:
+    """Segments by key, made when they are needed, and used again for as many bytes; a server may offer them."""
+
+    def __init__(self, server: Any = None) -> None:
+        self._server = server
+        self._segments: dict[Any, Segment] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def begin(self, key: Any, size: int, *, fresh: bool = False) -> memoryview:
+        """Return the memory of a segment, a new one if `fresh`; ValueError after `close`: a thread may still run."""
+        with self._lock:
+            if self._closed:
+                raise ValueError(ENDED)
+            segment = self._segments.get(key)
+            if segment is None or segment.size != size or fresh:
+                self._discard([key])
+                segment = self._segments[key] = Segment(size)
+                if self._server is not None:
+                    self._server.offer(segment)
+            return segment.begin()
+
+    def end(self, key: Any) -> tuple[Any, ...]:
+        """Return where others find the content of a segment, which is written."""
+        with self._lock:
+            if self._closed:
+                raise ValueError(ENDED)
+            return self._segments[key].end()
+
+    def keep_only(self, keys: Collection[Any]) -> None:
+        """Close all other segments."""
+        with self._lock:
+            self._discard(set(self._segments).difference(keys))
+
+    def _discard(self, keys: Collection[Any]) -> None:
+        for segment in [self._segments.pop(key) for key in keys if key in self._segments]:
+            if self._server is not None:
+                self._server.withdraw(segment)
+            segment.close()
+
+    def close(self) -> None:
+        """Close all segments."""
+        self.keep_only(())
+        self._closed = True
+
+
 class Mapping:
-    """A reader's side.
-
-    Args:
-        description: what `Segment.end` returned.
-
-    Raises:
-        OSError: the segment cannot be opened from this process, or another one was found; says why.
-    """
+    """A reader's side; OSError or ValueError if the segment cannot be opened from this process."""
 
     def __init__(self, description: tuple[Any, ...]) -> None:
         pid, file, size, self.token, _ = description
@@ -92,8 +122,7 @@ class Mapping:
         try:
             if not os.readlink(f"/proc/self/fd/{opened}").startswith(f"/memfd:{NAME}"):
                 raise OSError(f"process {pid} of this process's namespace is another one")
-            if os.fstat(opened).st_size < size + 2 * HEAD:
-                raise OSError(f"process {pid} of this process's namespace shares another segment")
+            size = min(size, os.fstat(opened).st_size - 2 * HEAD)  # of another segment, as the token will tell
             self._page = mmap.mmap(opened, size + 2 * HEAD, prot=mmap.PROT_READ)
         finally:
             os.close(opened)

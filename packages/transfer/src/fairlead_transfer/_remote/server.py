@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Segments of shared memory, sent to processes on other hosts over TCP.
 
-A reader asks for a part of a segment by its token and generation. The server sends the part out of the segment's file
+A reader asks for the content of a segment by its token and generation. The server sends it out of the segment's file
 (`sendfile`). The kernel may send pages some time after that call, so the reader asks for the generation once more when
 it has all bytes: if it is still the same, no byte is of a later one.
 """
@@ -11,15 +11,15 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 from .segment import HEAD, Segment, Unread
 from .sockets import Gone, Late, close, connect, fill, introduce, read, run
 
-# Token, generation, the first byte and the number of bytes.
-REQUEST = "!16sQQQ"
+# Token, generation, and how many bytes of the content.
+REQUEST = "!16sQQ"
 # The generation that is sent; 0 if the segment has another one, or is not offered.
 REPLY = "!Q"
 # The number of a process that connects to read segments.
@@ -61,19 +61,19 @@ class Server:
                 self._connections.discard(connection)
             close(connection)
 
-    def _send(self, connection: socket.socket, token: bytes, generation: int, begin: int, length: int) -> None:
+    def _send(self, connection: socket.socket, token: bytes, generation: int, length: int) -> None:
         with self._lock:
             segment = self._segments.get(token)
-            is_there = segment is not None and segment.generation == generation and begin + length <= segment.size
+            is_there = segment is not None and segment.generation == generation and length <= segment.size
             # A descriptor of its own: the segment may be closed while its content is sent.
             file = os.dup(segment.file) if segment is not None and is_there and length else None
         connection.sendall(struct.pack(REPLY, generation if is_there else 0))
         if file is None:
             return
         try:
-            position, end = HEAD + begin, HEAD + begin + length
-            while position < end:
-                position += os.sendfile(connection.fileno(), file, position, end - position)
+            sent = 0
+            while sent < length:
+                sent += os.sendfile(connection.fileno(), file, HEAD + sent, length - sent)
         finally:
             os.close(file)
 
@@ -88,91 +88,44 @@ class Server:
 
 
 class Wish(NamedTuple):
-    """A part of a segment of another host, and where it goes."""
+    """The content of a segment of another host, or its beginning, and where it goes."""
 
     address: tuple[str, int]  # where its server listens
     secret: bytes  # the secret of the transfer
     token: bytes  # of the segment
     generation: int  # of its content
-    begin: int  # the first byte of the part
     places: Sequence[memoryview]  # where its bytes go, in order
 
 
-class Reader:
-    """Reads segments of other hosts, from all of them at the same time, and keeps the connections."""
-
-    def __init__(self) -> None:
-        self._connections: dict[Any, tuple[tuple[str, int], socket.socket]] = {}
-
-    def read(self, wishes: Mapping[Any, Sequence[Wish]], deadline: float) -> None:
-        """Read parts of segments into their places.
-
-        Args:
-            wishes: the parts, by a key of the process that sends them.
-            deadline: when to give up, in `time.monotonic`.
-
-        Raises:
-            Unread: a process is late or lost, or has overwritten the segment.
-        """
-        if not wishes:
-            return
-        with ThreadPoolExecutor(len(wishes), "fairlead-transfer-read") as threads:
-            reads = [threads.submit(self._read_from, source, parts, deadline) for source, parts in wishes.items()]
-            done, _ = wait(reads, return_when=FIRST_EXCEPTION)
-            failed = [error for read in done if (error := read.exception()) is not None]
-            if failed:
-                self.close()  # answers may be on their way, and other threads wait for some
-        if failed:
-            raise failed[0]
-
-    def _read_from(self, source: Any, wishes: Sequence[Wish], deadline: float) -> None:
-        """Read what one process sends."""
-        try:
-            connection = self._connect(source, wishes[0], deadline)
-            _ask(connection, wishes, deadline, with_content=True)
-            _ask(connection, wishes, deadline, with_content=False)
-        except Late as error:
-            raise Unread("late", source, "it did not send what it has staged by the deadline") from error
-        except Gone as error:
-            raise Unread("lost", source, str(error)) from error
-        except _Other as error:
-            raise Unread("overwritten", source, "what it had staged was overwritten before it was read") from error
-
-    def _connect(self, source: Any, wish: Wish, deadline: float) -> socket.socket:
-        known = self._connections.get(source)
-        if known is not None and known[0] == wish.address:
-            return known[1]
-        if known is not None:
-            close(known[1])
-        made = connect(wish.address, deadline)
-        self._connections[source] = wish.address, made  # `close` ends what follows
-        introduce(made, wish.secret, READER, deadline)
-        return made
-
-    def keep_only(self, sources: Collection[Any]) -> None:
-        """Close the connections to other processes than these."""
-        for source in set(self._connections).difference(sources):
-            close(self._connections.pop(source)[1])
-
-    def close(self) -> None:
-        """Close all connections."""
-        self.keep_only(())
+def read_segments(wishes: Mapping[Any, Sequence[Wish]], deadline: float) -> None:
+    """Read segments of other hosts into their places, by a key of the process that sends them; Unread if that fails."""
+    connections: dict[Any, socket.socket] = {}
+    with ThreadPoolExecutor(max(1, len(wishes)), "fairlead-transfer-read") as threads:
+        reads = [threads.submit(_read_from, connections, key, parts, deadline) for key, parts in wishes.items()]
+        done, _ = wait(reads, return_when=FIRST_EXCEPTION)
+        for connection in list(connections.values()):  # after an error, other threads wait for some
+            close(connection)
+    for ended in done:
+        ended.result()
 
 
-class _Other(Exception):
-    """The segment has the content of another generation."""
-
-
-def _ask(connection: socket.socket, wishes: Sequence[Wish], deadline: float, *, with_content: bool) -> None:
-    """Ask for the generations of segments, and read their content if it is wanted."""
-    requests = [
-        struct.pack(REQUEST, wish.token, wish.generation, wish.begin, sum(map(len, wish.places)) * with_content)
-        for wish in wishes
-    ]
-    run(connection, deadline, lambda: connection.sendall(b"".join(requests)))
-    for wish in wishes:
-        (generation,) = struct.unpack(REPLY, read(connection, struct.calcsize(REPLY), deadline))
-        if generation != wish.generation:
-            raise _Other
-        for place in wish.places if with_content else ():
-            fill(connection, place, deadline)
+def _read_from(connections: dict[Any, socket.socket], key: Any, wishes: Sequence[Wish], deadline: float) -> None:
+    """Read what one process sends."""
+    try:
+        connection = connections[key] = connect(wishes[0].address, deadline)
+        introduce(connection, wishes[0].secret, READER, deadline)
+        for with_content in (True, False):
+            requests = [
+                struct.pack(REQUEST, wish.token, wish.generation, sum(map(len, wish.places)) * with_content)
+                for wish in wishes
+            ]
+            run(connection, deadline, lambda requests=requests: connection.sendall(b"".join(requests)))
+            for wish in wishes:
+                if struct.unpack(REPLY, read(connection, struct.calcsize(REPLY), deadline)) != (wish.generation,):
+                    raise Unread("overwritten", key, "what it had staged was overwritten before it was read")
+                for place in wish.places if with_content else ():
+                    fill(connection, place, deadline)
+    except Late as error:
+        raise Unread("late", key, "it did not send what it has staged by the deadline") from error
+    except Gone as error:
+        raise Unread("lost", key, str(error)) from error

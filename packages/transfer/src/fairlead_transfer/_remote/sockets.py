@@ -10,8 +10,6 @@ import functools
 import hashlib
 import hmac
 import math
-import multiprocessing.connection
-import os
 import secrets
 import socket
 import struct
@@ -27,7 +25,7 @@ PROOF_S = 5.0
 CONNECT_S = 10.0
 # Connections that have proved nothing yet; of more, the oldest is closed.
 MOST_UNPROVEN = 64
-# Seconds between two looks for processes that have exited.
+# Seconds between two looks at what may have ended a wait.
 LOOK_S = 0.2
 NUMBER = "!I"
 
@@ -57,20 +55,6 @@ def listen(host: str) -> socket.socket:
     return listening
 
 
-def has_exited(pid: int) -> bool:
-    """Return whether a process of this namespace has exited; False also where that cannot be known."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    except (AttributeError, OSError):  # the kernel is too old, or a sandbox forbids it
-        return False
-    try:
-        return bool(multiprocessing.connection.wait([process], 0))
-    finally:
-        os.close(process)
-
-
 def connect(address: tuple[str, int], deadline: float) -> socket.socket:
     """Return a connection to a process that listens; Gone if it does not, Late if it is not made by the deadline."""
     try:
@@ -82,17 +66,9 @@ def connect(address: tuple[str, int], deadline: float) -> socket.socket:
 
 
 def introduce(connection: socket.socket, secret: bytes, number: int, deadline: float) -> None:
-    """Prove to the process that listens, and have it prove, that both know the secret.
+    """Prove to the process that listens, and have it prove, that both know the secret; Late or Gone if it does not.
 
-    Args:
-        connection: a new connection.
-        secret: of the transfer.
-        number: what this process says that it is.
-        deadline: when to give up, in `time.monotonic`.
-
-    Raises:
-        Gone: it has exited, or does not know the secret.
-        Late: it does not answer.
+    The number says who has connected.
     """
     theirs = read(connection, NONCE, deadline)
     mine = secrets.token_bytes(NONCE) + struct.pack(NUMBER, number)
@@ -117,13 +93,9 @@ def answer(connection: socket.socket, secret: bytes, deadline: float) -> int:
 
 
 class Listener:
-    """Accepts connections until it is closed.
+    """Accepts connections to a socket until it is closed.
 
-    Args:
-        listening: what `listen` has returned, which it takes over.
-        secret: the secret of the transfer.
-        take: a function that is called with the number and the connection of each member, in a thread of its own. It
-            owns the connection.
+    `take` is called with the number and the connection of each member that knows the secret, in a thread of its own.
     """
 
     def __init__(self, listening: socket.socket, secret: bytes, take: Callable[[int, socket.socket], None]) -> None:

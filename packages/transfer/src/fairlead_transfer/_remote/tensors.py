@@ -139,6 +139,7 @@ def look(value: Any) -> tuple[tuple[Any, ...], Any]:
             local = value if placements is None else value.to_local()
             # An AsyncCollectiveTensor has no memory of its own.
             local = (local.trigger_wait() if hasattr(local, "trigger_wait") else local).detach()
+            local = local.resolve_conj().resolve_neg()  # copies what is a lazy conjugate or negative of its memory
         if local.layout is not torch.strided or local.is_quantized or local.is_meta:
             raise TypeError("only dense tensors can be transferred, not sparse, quantized or meta ones")
         reach = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
@@ -164,14 +165,6 @@ def finish(tensors: Iterable[Any]) -> None:
     """Wait until the GPUs of tensors have done what they were asked, on all streams: other processes know of none."""
     for device in {tensor.device for tensor in tensors if getattr(tensor, "is_cuda", False)}:
         sys.modules["torch"].cuda.synchronize(device)
-
-
-def resolve(local: Any) -> Any:
-    """Return a tensor whose memory holds its values; that of a lazy conjugate or negative does not."""
-    if not hasattr(local, "is_conj") or not (local.is_conj() or local.is_neg()):
-        return local
-    finish([local])
-    return local.resolve_conj().resolve_neg()
 
 
 def describe(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -400,8 +393,6 @@ def _explain_unwritable(local: Any, gathered: Collection[int]) -> str:
         return ""
     if hasattr(local, "flags") and not local.flags.writeable:
         return "the array is read-only: return one that can be written"
-    if hasattr(local, "is_conj") and (local.is_conj() or local.is_neg()):
-        return "it is a lazy conjugate or negative of its memory: resolve it where the worker keeps it"
     if is_gathered(local, gathered):
         return "FSDP2 has gathered it and will free it: call model.reshard() before the method returns it"
     strides, reach = (local.strides, local.itemsize) if hasattr(local, "strides") else (local.stride(), 1)

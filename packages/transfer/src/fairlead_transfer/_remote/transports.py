@@ -16,71 +16,44 @@ from typing import Any
 import ray
 
 from .replies import Place
-from .segment import Mapping, Segment, Unread
-from .server import Reader, Server, Wish
+from .segment import Mapping, Segments, Unread
+from .server import Server, Wish, read_segments
 from .sockets import Late, Listener, listen
 
 ADVICE = "give the link transport='object_store'"
-# What fills the memory of a channel.
-Fill = Callable[[memoryview], None]
+# What writes the content of a channel.
+Write = Callable[[memoryview], None]
 
 
 class SharedMemory:
     """The transport between processes of one node that can map each other's memory."""
 
     def __init__(self) -> None:
-        self._segments: dict[int, Segment] = {}
+        self._segments = Segments()
         self._mapped: dict[Place, Mapping] = {}
         self._used: list[tuple[Mapping, int]] = []
 
-    def stage(self, number: int, size: int, fill: Fill, fresh: bool) -> Any:
+    def stage(self, number: int, size: int, write: Write, fresh: bool) -> Any:
         """Make the content of a channel available; return what a target rank needs to find it.
 
-        Args:
-            number: of the channel.
-            size: in bytes.
-            fill: writes the content.
-            fresh: whether a target may still use what was staged before, whose memory is then kept for it.
-
-        Raises:
-            RuntimeError: this process cannot use the transport.
+        `fresh` keeps what was staged before for a target that may still use it. RuntimeError if this process cannot use
+        the transport.
         """
-        segment = self._segments.get(number)
-        if segment is None or segment.size != size or fresh:
-            self._discard([number])
-            try:
-                segment = self._segments[number] = self._make(size)
-            except (AttributeError, OSError) as error:
-                text = f"it has no anonymous file (memfd_create): {type(error).__name__}: {error}"
-                raise RuntimeError(f"{text}: {ADVICE}") from error
-        fill(segment.begin())
-        return segment.end()
-
-    def _make(self, size: int) -> Segment:
-        return Segment(size)
-
-    def _discard(self, numbers: Collection[int]) -> None:
-        """Close the segments of some channels."""
-        for number in numbers:
-            if (segment := self._segments.pop(number, None)) is not None:
-                segment.close()
+        try:
+            content = self._segments.begin(number, size, fresh=fresh)
+        except (AttributeError, OSError) as error:
+            text = f"it has no anonymous file (memfd_create): {type(error).__name__}: {error}"
+            raise RuntimeError(f"{text}: {ADVICE}") from error
+        write(content)
+        return self._segments.end(number)
 
     def fetch(self, place: Place, staged: Any, deadline: float) -> Any:
-        """Return the content of a channel; it is valid until the next `stage` of the source.
-
-        Args:
-            place: the source rank and the number of the channel.
-            staged: what `stage` has returned there.
-            deadline: when to give up, in `time.monotonic`.
-
-        Raises:
-            Unread: it did not work.
-        """
+        """Return the content of a channel, which is valid until its source stages again; Unread if that fails."""
         mapped = self._mapped.get(place)
         if mapped is None or mapped.token != staged[3]:
             try:
                 mapped = self._mapped[place] = Mapping(staged)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 why = f"its memory cannot be opened, {type(error).__name__}: {error}; if it is alive, {ADVICE}"
                 raise Unread("lost", place[0], why) from error
         if not mapped.holds(staged[4]):
@@ -98,7 +71,7 @@ class SharedMemory:
 
     def keep_only(self, numbers: Collection[int]) -> None:
         """Give back what this source rank has staged in other channels than these."""
-        self._discard(set(self._segments).difference(numbers))
+        self._segments.keep_only(numbers)
 
     def forget_others(self, places: Collection[Place]) -> None:
         """Unmap other channels than these: the memory of a process that has ended goes with the last map."""
@@ -107,7 +80,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Give everything back."""
-        self._discard(list(self._segments))
+        self._segments.close()
 
 
 class Network(SharedMemory):
@@ -116,84 +89,55 @@ class Network(SharedMemory):
     def __init__(self) -> None:
         super().__init__()
         self._secret = os.urandom(32)
-        self._server: Server | None = None
+        self._server = server = Server()
+        self._take = lambda number, connection: server.serve(connection)
         self._listener: Listener | None = None
         self._address: tuple[str, int] = ("", 0)
-        self._reader = Reader()
-        self._relays: dict[Place, Segment] = {}
+        self._segments = Segments(server)
+        self._relays = Segments()
 
-    def stage(self, number: int, size: int, fill: Fill, fresh: bool) -> Any:
-        """Fill a segment, and offer it to readers on other nodes."""
-        if self._server is None:
+    def stage(self, number: int, size: int, write: Write, fresh: bool) -> Any:
+        """Write the content into a segment, and offer it to readers on other nodes."""
+        if self._listener is None:
             host = ray.util.get_node_ip_address()
             try:
                 listening = listen(host)
             except OSError as error:
                 raise RuntimeError(f"it cannot listen on {host}: {error}: {ADVICE}") from error
-            server = self._server = Server()
             self._address = listening.getsockname()
-            self._listener = Listener(listening, self._secret, lambda number, connection: server.serve(connection))
-        _, _, size, token, generation = super().stage(number, size, fill, fresh)
+            self._listener = Listener(listening, self._secret, self._take)
+        _, _, size, token, generation = super().stage(number, size, write, fresh)
         return self._address, self._secret, size, token, generation
 
-    def _make(self, size: int) -> Segment:
-        segment = super()._make(size)
-        if self._server is not None:
-            self._server.offer(segment)
-        return segment
-
-    def _discard(self, numbers: Collection[int]) -> None:
-        for number in set(self._segments).intersection(numbers):
-            if self._server is not None:
-                self._server.withdraw(self._segments[number])
-        super()._discard(numbers)
-
     def relay(self, staged: Dict[Place, Any], fresh: bool, deadline: float) -> dict[Place, Any]:
-        """Read channels of source ranks into segments of this process, and give back those of other channels.
+        """Read channels of source ranks into segments of this process; return where ranks of this node find them.
 
-        Args:
-            staged: what `stage` has returned for each channel.
-            fresh: whether a rank may still use what was read before, whose memory is then kept for it.
-            deadline: when to give up, in `time.monotonic`.
-
-        Returns:
-            Where ranks of this node find the channels.
-
-        Raises:
-            Unread: it did not work.
+        What was read of other channels before is given back. `fresh` is as for `stage`. Unread if it does not work.
         """
-        for place in set(self._relays).difference(staged):
-            self._relays.pop(place).close()
+        self._relays.keep_only(staged)
         wishes: dict[int, list[Wish]] = {}
         for place, (address, secret, size, token, generation) in staged.items():
-            relay = self._relays.get(place)
-            if relay is None or relay.size != size or fresh:
-                if relay is not None:
-                    relay.close()
-                relay = self._relays[place] = Segment(size)
-            wish = Wish(tuple(address), secret, token, generation, 0, [relay.begin()])
-            wishes.setdefault(place[0], []).append(wish)
-        self._reader.keep_only(wishes)
-        self._reader.read(wishes, deadline)
-        return {place: self._relays[place].end() for place in staged}
+            content = self._relays.begin(place, size, fresh=fresh)
+            wishes.setdefault(place[0], []).append(Wish(tuple(address), secret, token, generation, [content]))
+        read_segments(wishes, deadline)
+        return {place: self._relays.end(place) for place in staged}
 
     def close(self) -> None:
         """Give everything back."""
         if self._listener is not None:
             self._listener.close()
-        if self._server is not None:
-            self._server.close()
-        self.relay({}, False, 0.0)
+        self._server.close()
+        self._relays.close()
         super().close()
 
 
 class ObjectStore(SharedMemory):
     """Ray's object store: one value for each channel, which Ray brings to each node once, and which never changes."""
 
-    def stage(self, number: int, size: int, fill: Fill, fresh: bool) -> Any:
+    def stage(self, number: int, size: int, write: Write, fresh: bool) -> Any:
         """Store the content; it goes with the last reference."""
         content = bytearray(size)
-        fill(memoryview(content))
+        write(memoryview(content))
         return ray.put([pickle.PickleBuffer(content)])
 
     def fetch(self, place: Place, staged: Any, deadline: float) -> Any:

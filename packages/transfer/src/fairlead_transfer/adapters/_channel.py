@@ -54,8 +54,7 @@ def send_all(
 ) -> tuple[set[int], dict[int, str]]:
     """Send a message to several members, none of which waits for another one that does not read.
 
-    Returns:
-        The members that have not taken it by the deadline, and why those were lost that are gone.
+    Returned are the members that have not taken it by the deadline, and why those were lost that are gone.
     """
     content = pickle.dumps(message)
     whole = memoryview(HEAD.pack(len(content)) + content)

@@ -17,28 +17,31 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 from typing import Any
 
 from .._descriptions import TRAVELLING
-from .._remote.segment import Unread
+from .._remote.segment import ENDED, Segments, Unread
 from .._remote.server import READER, Server
 from .._remote.sockets import Listener, close
 from ._buckets import BucketShape, Packer, Part, Unpacker, digest
 from ._channel import wait_for_any
+from ._intake import Intake
 from ._members import Membership, Ports, describe
-from ._shares import ENDED, Intake, Segments
 from ._transfer import AGAIN, Arrivals, Bucket, Copied, Staged, Transfer
 
 
-class WeightStream:
-    """The part of one process. `prepare`, `join`, then `send` or `receive` any number of times, then `close`.
+class WeightEngine:
+    """The part of one process, and what the checkpoint engines of all frameworks have alike.
 
     Each transfer connects again, and gives all memory and connections back at its end.
+
+    Attributes:
+        bucket_size: bytes of a bucket.
     """
 
-    def __init__(self, bucket_bytes: int, timeout: float, dtype: str | None = None) -> None:
-        if bucket_bytes < 1 or timeout <= 0:
-            raise ValueError(f"bucket_size and timeout must be positive, got {bucket_bytes} and {timeout}.")
+    def __init__(self, bucket_size: int, timeout: float, dtype: str | None) -> None:
+        if bucket_size < 1 or timeout <= 0:
+            raise ValueError(f"bucket_size and timeout must be positive, got {bucket_size} and {timeout}.")
         if dtype is not None and dtype not in TRAVELLING:
             raise ValueError(f"dtype must be one of {', '.join(TRAVELLING)}, got {dtype!r}.")
-        self._bucket_bytes = bucket_bytes
+        self.bucket_size = bucket_size
         self._timeout = timeout
         self._dtype = dtype
         self._ports: Ports | None = None
@@ -49,16 +52,20 @@ class WeightStream:
         self._current: tuple[Any, ...] = ()  # what the transfer that runs has open
 
     def prepare(self) -> dict[str, Any]:
-        """Begin a transfer; return what the other processes have to know of this one."""
-        self.close()
-        self._ports = Ports()
-        return describe(self._ports, self._bucket_bytes)
+        """Begin a transfer.
 
-    def join(self, membership: Membership) -> None:
+        Returns:
+            What the other processes have to know of this one. It has a secret of the transfer.
+        """
+        self.finalize()
+        self._ports = Ports()
+        return describe(self._ports, self.bucket_size)
+
+    def _join(self, membership: Membership) -> None:
         """Take a place in the transfer. Nothing waits for others before the first bucket."""
         if self._ports is None:
             raise ValueError("Call prepare() of the engine before it joins a transfer.")
-        self._shape = BucketShape.fit(self._bucket_bytes, membership.senders)
+        self._shape = BucketShape.fit(self.bucket_size, membership.senders)
         ports, self._ports, self._me = self._ports, None, membership
         if membership.listens:
             self._server = server = Server()
@@ -75,25 +82,25 @@ class WeightStream:
             self._release = weakref.finalize(self, _close_all, listener, server, arrivals)
         ports.close()
 
-    async def send(self, weights: Iterable[Any] | AsyncIterator[Any], version: int | None) -> None:
+    async def _send(self, weights: Iterable[Any] | AsyncIterator[Any], version: int | None) -> None:
         """Send tensors, which all senders yield in the same order; return when all receivers have copied them."""
         me = self._joined("sends")
-        offer = Segments(self._shape.share, self._server)
+        offer, share = Segments(self._server), self._shape.share
         packer = Packer(self._shape, me.number, self._dtype)
         with self._transferring(version, offer) as transfer:
             sender = Leader(transfer) if not me.number else Follower(transfer)
             try:
                 await asyncio.to_thread(transfer.open, self._arrivals)  # first, so that all others learn of an error
-                packer.begin(offer.begin(0))
+                packer.begin(offer.begin(0, share))
                 async for name, tensor in _iterate(weights):
                     for _ in packer.add(name, tensor):
                         await asyncio.to_thread(sender.flush, offer, *packer.take(), False)
-                        packer.begin(offer.begin(transfer.bucket))
+                        packer.begin(offer.begin(transfer.bucket % 2, share))
                 await asyncio.to_thread(sender.flush, offer, *packer.take(), True)
             finally:
                 packer.forget()
 
-    async def receive(self, version: int | None) -> AsyncGenerator[list[tuple[str, Any]], None]:
+    async def _receive(self, version: int | None) -> AsyncGenerator[list[tuple[str, Any]], None]:
         """Yield the tensors of each bucket. Their memory is this process's own, and lives as long as they do."""
         me = self._joined("receives")
         intake, unpacker, last = Intake(self._shape, me), Unpacker(self._shape), False
@@ -125,8 +132,8 @@ class WeightStream:
             for part in mine:
                 part.close()
 
-    def close(self) -> None:
-        """Leave the transfer, and give everything back. One that runs in another thread fails."""
+    def finalize(self) -> None:
+        """Leave the transfer, and give all memory and connections back. A call that runs in another thread fails."""
         self._drop()
         self._me = None
         if self._release is not None:
@@ -194,7 +201,7 @@ class Follower:
         transfer, number = self._transfer, self._transfer.bucket
         names = f"{parts[0].name!r} to {parts[-1].name!r}" if parts else "no tensor"
         summary = f"of {len(parts)} tensors or parts, {names}"
-        self._stage(Staged(number, digest(parts, last), summary, offer.end(number)), parts, filled, last)
+        self._stage(Staged(number, digest(parts, last), summary, offer.end(number % 2)), parts, filled, last)
         self._await_copies(number - 1)
         if last:
             self._await_copies(number)
@@ -279,38 +286,6 @@ def _close_all(listener: Listener, server: Server, arrivals: Arrivals) -> None:
     server.close()
     while not arrivals.empty():
         close(arrivals.get()[1])
-
-
-class WeightEngine:
-    """The phases of a checkpoint engine that all frameworks call alike.
-
-    Attributes:
-        bucket_size: bytes of a bucket.
-    """
-
-    def __init__(self, bucket_size: int, timeout: float, dtype: str | None) -> None:
-        self.bucket_size = bucket_size
-        self._stream = WeightStream(bucket_size, timeout, dtype)
-
-    def prepare(self) -> dict[str, Any]:
-        """Begin a transfer.
-
-        Returns:
-            What the other processes have to know of this one. It has a secret of the transfer.
-
-        >>> from fairlead_transfer.adapters import verl
-        >>> sorted(verl.FairleadCheckpointEngine(bucket_size=1 << 20).prepare())
-        ['address', 'bucket_bytes', 'local_address', 'node', 'pid', 'token']
-        """
-        return self._stream.prepare()
-
-    def finalize(self) -> None:
-        """Leave the transfer, and give all memory and connections back.
-
-        >>> from fairlead_transfer.adapters import verl
-        >>> verl.FairleadCheckpointEngine(bucket_size=1 << 20).finalize()
-        """
-        self._stream.close()
 
 
 async def _iterate(weights: Iterable[Any] | AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -11,19 +11,17 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from .._remote.sockets import LOOK_S, Gone, Late, close, connect, has_exited, introduce
+from .._remote.sockets import LOOK_S, Gone, Late, close, connect, introduce
 from ..exceptions import Phase, RankFailure, State, TransferError
 from ._buckets import Part
 from ._channel import Channel, send_all
+from ._intake import Description
 from ._members import Membership
-from ._shares import Description
 
 AGAIN = (
     "Start lost processes again and update the weights again. Engines that have loaded a part hold a mixture of two "
     "versions until then."
 )
-# Seconds that others have to connect, and to learn it, when a process has exited before it connected.
-GRACE_S = 5.0
 # Seconds in which all others are notified that this process has failed.
 FAREWELL_S = 1.0
 Side = Literal["source", "target"]
@@ -64,20 +62,13 @@ class Copied(NamedTuple):
 
 
 class Transfer:
-    """The connections of one process in one transfer.
-
-    Attributes:
-        me: its place.
-        channels: its connections, by the other process.
-        bucket: the number of the next bucket.
-        delivered: whether an engine may have loaded a part of the version.
-    """
+    """The connections of one process in one transfer."""
 
     def __init__(self, me: Membership, version: int | None, timeout: float) -> None:
         self.me = me
         self.channels: dict[int, Channel] = {}
-        self.bucket = 0
-        self.delivered = False
+        self.bucket = 0  # the number of the next one
+        self.delivered = False  # whether an engine may have loaded a part of the version
         self.timeout = timeout
         self._version = version or 0
         self._closed = False
@@ -103,7 +94,7 @@ class Transfer:
 
     def _gather(self, arrivals: Arrivals, deadline: float) -> None:
         """Wait until all others are connected."""
-        began, others = time.monotonic(), set(range(1, len(self.me.nodes)))
+        others = set(range(1, len(self.me.nodes)))
         while True:
             while not arrivals.empty():
                 self._add(*arrivals.get())
@@ -113,9 +104,6 @@ class Transfer:
             missing = others.difference(self.channels)
             if not missing:
                 return
-            exited = [number for number in missing if self._has_exited(number)]
-            if exited and (len(exited) == len(missing) or time.monotonic() > began + GRACE_S):
-                raise self.lost(dict.fromkeys(exited, "it had not connected"))
             if self._closed:
                 raise self.lost({0: "its caller has given up"})
             if time.monotonic() > deadline:
@@ -136,10 +124,6 @@ class Transfer:
         if self._closed:
             close(connection)
             raise Gone("its caller has given up")
-
-    def _has_exited(self, number: int) -> bool:
-        """Return whether a process of this node has exited; elsewhere its id means nothing."""
-        return self.me.nodes[number] == self.me.nodes[self.me.number] and has_exited(self.me.pids[number])
 
     def tell(self, numbers: Iterable[int], message: Any) -> None:
         """Send a message to other processes."""
