@@ -14,9 +14,10 @@ from fairlead_transfer import TransferError
 from fairlead_transfer._remote.segment import Segments
 from fairlead_transfer._remote.sockets import MOST_UNPROVEN, Gone, Late, Listener, connect, introduce, listen
 from fairlead_transfer.adapters._buckets import BucketShape, Packer, Unpacker
-from fairlead_transfer.adapters._channel import Channel, send_all
 from fairlead_transfer.adapters._intake import Intake
 from fairlead_transfer.adapters._members import make_memberships
+from fairlead_transfer.adapters._messages import receive as receive_message
+from fairlead_transfer.adapters._messages import send_all
 from fairlead_transfer.adapters.verl import FairleadCheckpointEngine
 
 from ..engines import digest, leave_nothing, make_weights
@@ -328,12 +329,12 @@ def test_failure_that_every_process_survives():
 def test_members_that_do_not_read():
     """A message to all reaches those that read, although others do not; it takes one deadline for all."""
     pairs = [socket.socketpair() for _ in range(20)]
-    channels = {number: Channel(ours) for number, (ours, _) in enumerate(pairs)}
+    channels = {number: ours for number, (ours, _) in enumerate(pairs)}
     message = b"x" * (8 << 20)  # more than a connection holds
     deadline = time.monotonic() + 60
 
     def read_all():
-        received = [Channel(theirs).receive(deadline) for _, theirs in pairs[10:]]
+        received = [receive_message(theirs, deadline) for _, theirs in pairs[10:]]
         for _, theirs in pairs[:10]:
             theirs.close()
         return received

@@ -68,10 +68,9 @@ class Segment:
 
 
 class Segments:
-    """Segments by key, made when they are needed, and used again for as many bytes; a server may offer them."""
+    """Segments by key, made when they are needed, and used again for as many bytes."""
 
-    def __init__(self, server: Any = None) -> None:
-        self._server = server
+    def __init__(self) -> None:
         self._segments: dict[Any, Segment] = {}
         self._closed = False
         self._lock = threading.Lock()
@@ -85,8 +84,6 @@ class Segments:
             if segment is None or segment.size != size or fresh:
                 self._discard([key])
                 segment = self._segments[key] = Segment(size)
-                if self._server is not None:
-                    self._server.offer(segment)
             return segment.begin()
 
     def end(self, key: Any) -> tuple[Any, ...]:
@@ -96,6 +93,14 @@ class Segments:
                 raise ValueError(ENDED)
             return self._segments[key].end()
 
+    def open(self, token: bytes, generation: int, length: int) -> int | None:
+        """Return a descriptor, which the caller closes, of a segment with so many bytes of a generation, or None."""
+        with self._lock:
+            for segment in self._segments.values():
+                if segment.token == token and segment.generation == generation and length <= segment.size:
+                    return os.dup(segment.file)  # the segment may be closed while its content is sent
+        return None
+
     def keep_only(self, keys: Collection[Any]) -> None:
         """Close all other segments."""
         with self._lock:
@@ -103,14 +108,13 @@ class Segments:
 
     def _discard(self, keys: Collection[Any]) -> None:
         for segment in [self._segments.pop(key) for key in keys if key in self._segments]:
-            if self._server is not None:
-                self._server.withdraw(segment)
             segment.close()
 
     def close(self) -> None:
         """Close all segments."""
-        self.keep_only(())
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            self._discard(list(self._segments))
 
 
 class Mapping:

@@ -10,81 +10,43 @@ import math
 import os
 import socket
 import struct
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
-from .segment import HEAD, Segment, Unread
+from .segment import HEAD, Segments, Unread
 from .sockets import Gone, Late, close, connect, fill, introduce, read, run
 
 # Token, generation, and how many bytes of the content.
 REQUEST = "!16sQQ"
-# The generation that is sent; 0 if the segment has another one, or is not offered.
+# The generation that is sent; 0 if the segment has another one, or is not there.
 REPLY = "!Q"
 # The number of a process that connects to read segments.
 READER = (1 << 32) - 1
 
 
-class Server:
-    """Sends the segments that are offered to it to readers that have proved that they belong to the transfer."""
+def serve(connection: socket.socket, segments: Segments) -> None:
+    """Send segments to a reader that has proved that it belongs to the transfer, until it closes the connection."""
+    try:
+        while True:
+            request = read(connection, struct.calcsize(REQUEST), math.inf)
+            _send(connection, segments, *struct.unpack(REQUEST, request))
+    except (Gone, OSError):  # the reader is gone, or the listener was closed
+        close(connection)
 
-    def __init__(self) -> None:
-        self._segments: dict[bytes, Segment] = {}
-        self._connections: set[socket.socket] = set()
-        self._closed = False
-        self._lock = threading.Lock()
 
-    def offer(self, segment: Segment) -> None:
-        """Have readers get this segment from now on."""
-        with self._lock:
-            self._segments[segment.token] = segment
-
-    def withdraw(self, segment: Segment) -> None:
-        """Offer a segment no longer. Its file may be closed after that."""
-        with self._lock:
-            self._segments.pop(segment.token, None)
-
-    def serve(self, connection: socket.socket) -> None:
-        """Answer the requests of a reader until it closes the connection."""
-        with self._lock:
-            self._connections.add(connection)
-            is_late = self._closed
-        try:
-            while not is_late:
-                request = read(connection, struct.calcsize(REQUEST), math.inf)
-                self._send(connection, *struct.unpack(REQUEST, request))
-        except (Gone, OSError):  # the reader is gone, or `close` was called
-            pass
-        finally:
-            with self._lock:
-                self._connections.discard(connection)
-            close(connection)
-
-    def _send(self, connection: socket.socket, token: bytes, generation: int, length: int) -> None:
-        with self._lock:
-            segment = self._segments.get(token)
-            is_there = segment is not None and segment.generation == generation and length <= segment.size
-            # A descriptor of its own: the segment may be closed while its content is sent.
-            file = os.dup(segment.file) if segment is not None and is_there and length else None
-        connection.sendall(struct.pack(REPLY, generation if is_there else 0))
-        if file is None:
-            return
-        try:
-            sent = 0
-            while sent < length:
-                sent += os.sendfile(connection.fileno(), file, HEAD + sent, length - sent)
-        finally:
-            os.close(file)
-
-    def close(self) -> None:
-        """Offer nothing any more, and close all connections."""
-        with self._lock:
-            self._closed = True
-            self._segments = {}
-            connections = list(self._connections)
-        for connection in connections:
-            close(connection)
+def _send(connection: socket.socket, segments: Segments, token: bytes, generation: int, length: int) -> None:
+    file = segments.open(token, generation, length)
+    if file is None:
+        connection.sendall(struct.pack(REPLY, 0))
+        return
+    try:
+        connection.sendall(struct.pack(REPLY, generation))
+        sent = 0
+        while sent < length:
+            sent += os.sendfile(connection.fileno(), file, HEAD + sent, length - sent)
+    finally:
+        os.close(file)
 
 
 class Wish(NamedTuple):

@@ -103,6 +103,7 @@ class Listener:
         self._secret = secret
         self._take = take
         self._unproven: dict[int, socket.socket] = {}
+        self._taken: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="fairlead-transfer-accept", daemon=True)
@@ -127,20 +128,24 @@ class Listener:
             number = answer(connection, self._secret, time.monotonic() + PROOF_S)
         except (Late, Gone):
             number = None
-        with self._lock:
-            self._unproven.pop(id(connection), None)
         if number is None or self._closed:
             close(connection)
         else:
+            with self._lock:
+                self._unproven.pop(id(connection), None)
+                self._taken[id(connection)] = connection
             self._take(number, connection)
+        with self._lock:
+            self._unproven.pop(id(connection), None)
+            self._taken.pop(id(connection), None)
 
     def close(self) -> None:
-        """Stop listening, and close the connections that have proved nothing."""
+        """Stop listening, and end the connections that have proved nothing, or that are still being taken."""
         self._closed = True
         close(self._socket)
         with self._lock:
-            unproven = list(self._unproven.values())
-        for connection in unproven:
+            connections = [*self._unproven.values(), *self._taken.values()]
+        for connection in connections:
             shut(connection)
         self._thread.join(LOOK_S * 5)
 

@@ -13,9 +13,6 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Bytes of a tensor that are copied at a time where only its digest is wanted.
-SLAB_BYTES = 1 << 20
-
 
 class Run(NamedTuple):
     """Where a tensor is in this process's memory."""
@@ -240,34 +237,14 @@ def part(tensor: Any, box: tuple[slice, ...]) -> Any:
     return tensor[box] if tensor.ndim else tensor.reshape(1)
 
 
-def as_bytes(tools: Any, tensor: Any, dtype: str) -> Any:
-    """Return the bytes of a tensor, in order, as they travel: its own memory, which must outlive them, or a copy."""
+def digest(tools: Any, tensor: Any, dtype: str) -> int:
+    """Return the crc32 of a tensor's bytes, in order, as they travel."""
     buffer = tools.as_buffer(tensor) if tools.dtype_name(tensor) == dtype else None
     if buffer is None:
         buffer = bytearray(nbytes(tools, tensor.shape, dtype))
         if buffer:
             tools.copy(tools.view(buffer, dtype, 0, tuple(tensor.shape)), tensor)
-    return buffer
-
-
-def digest(tools: Any, tensor: Any, dtype: str) -> int:
-    """Return the crc32 of a tensor's bytes, in order, as they travel."""
-    found = 0
-    for slab in _find_slabs(tools, tensor, dtype):
-        found = zlib.crc32(as_bytes(tools, slab, dtype), found)
-    return found
-
-
-def _find_slabs(tools: Any, tensor: Any, dtype: str) -> Iterator[Any]:
-    """Yield a tensor in parts that follow each other, of which a copy takes little memory."""
-    length, rows = nbytes(tools, tensor.shape, dtype), tensor.shape[0] if tensor.ndim else 1
-    if length <= SLAB_BYTES or (tools.dtype_name(tensor) == dtype and tools.as_buffer(tensor) is not None):
-        yield tensor
-        return
-    step = rows * SLAB_BYTES // length
-    for begin in range(0, rows, max(1, step)):
-        slab = tensor[begin : begin + max(1, step)]
-        yield from [slab] if step else _find_slabs(tools, slab[0], dtype)
+    return zlib.crc32(buffer)
 
 
 def nbytes(tools: Any, sizes: Sequence[int], dtype: str) -> int:

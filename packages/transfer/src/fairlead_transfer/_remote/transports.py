@@ -17,7 +17,7 @@ import ray
 
 from .replies import Place
 from .segment import Mapping, Segments, Unread
-from .server import Server, Wish, read_segments
+from .server import Wish, read_segments, serve
 from .sockets import Late, Listener, listen
 
 ADVICE = "give the link transport='object_store'"
@@ -89,11 +89,8 @@ class Network(SharedMemory):
     def __init__(self) -> None:
         super().__init__()
         self._secret = os.urandom(32)
-        self._server = server = Server()
-        self._take = lambda number, connection: server.serve(connection)
         self._listener: Listener | None = None
         self._address: tuple[str, int] = ("", 0)
-        self._segments = Segments(server)
         self._relays = Segments()
 
     def stage(self, number: int, size: int, write: Write, fresh: bool) -> Any:
@@ -105,7 +102,8 @@ class Network(SharedMemory):
             except OSError as error:
                 raise RuntimeError(f"it cannot listen on {host}: {error}: {ADVICE}") from error
             self._address = listening.getsockname()
-            self._listener = Listener(listening, self._secret, self._take)
+            segments = self._segments
+            self._listener = Listener(listening, self._secret, lambda number, connection: serve(connection, segments))
         _, _, size, token, generation = super().stage(number, size, write, fresh)
         return self._address, self._secret, size, token, generation
 
@@ -126,7 +124,6 @@ class Network(SharedMemory):
         """Give everything back."""
         if self._listener is not None:
             self._listener.close()
-        self._server.close()
         self._relays.close()
         super().close()
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from .._descriptions import TRAVELLING
 from .._remote.segment import ENDED, Segments, Unread
-from .._remote.server import READER, Server
+from .._remote.server import READER, serve
 from .._remote.sockets import Listener, close
 from ._buckets import BucketShape, Packer, Part, Unpacker, digest
-from ._channel import wait_for_any
 from ._intake import Intake
 from ._members import Membership, Ports, describe
+from ._messages import wait_for_any
 from ._transfer import AGAIN, Arrivals, Bucket, Copied, Staged, Transfer
 
 
@@ -46,7 +46,7 @@ class WeightEngine:
         self._dtype = dtype
         self._ports: Ports | None = None
         self._me: Membership | None = None
-        self._server = Server()
+        self._offered = [Segments()]  # what readers elsewhere may ask for
         self._arrivals: Arrivals = queue.SimpleQueue()
         self._release: Any = None
         self._current: tuple[Any, ...] = ()  # what the transfer that runs has open
@@ -68,24 +68,25 @@ class WeightEngine:
         self._shape = BucketShape.fit(self.bucket_size, membership.senders)
         ports, self._ports, self._me = self._ports, None, membership
         if membership.listens:
-            self._server = server = Server()
+            self._offered = offered = [Segments()]
             self._arrivals = arrivals = queue.SimpleQueue[tuple[int, socket.socket]]()
 
             def take(number: int, connection: socket.socket) -> None:
                 if number == READER:
-                    server.serve(connection)
+                    serve(connection, offered[0])
                 else:
                     arrivals.put((number, connection))
 
             listener = Listener(ports.take(membership.addresses[membership.number]), membership.secret, take)
             # Its threads would keep the port open after an engine that nobody finalizes.
-            self._release = weakref.finalize(self, _close_all, listener, server, arrivals)
+            self._release = weakref.finalize(self, _close_all, listener, arrivals)
         ports.close()
 
     async def _send(self, weights: Iterable[Any] | AsyncIterator[Any], version: int | None) -> None:
         """Send tensors, which all senders yield in the same order; return when all receivers have copied them."""
         me = self._joined("sends")
-        offer, share = Segments(self._server), self._shape.share
+        offer, share = Segments(), self._shape.share
+        self._offered[0] = offer
         packer = Packer(self._shape, me.number, self._dtype)
         with self._transferring(version, offer) as transfer:
             sender = Leader(transfer) if not me.number else Follower(transfer)
@@ -258,9 +259,9 @@ class Leader(Follower):
         transfer = self._transfer
         deadline = time.monotonic() + transfer.timeout
         while missing := find_missing():
-            if not transfer.channels:
+            if not transfer.connections:
                 raise ValueError(ENDED)
-            ready = wait_for_any(transfer.channels, deadline - time.monotonic())
+            ready = wait_for_any(transfer.connections, deadline - time.monotonic())
             if not ready:
                 raise transfer.late(missing, doing)
             for number in ready:
@@ -281,9 +282,8 @@ class Leader(Follower):
             transfer.tell(others, self._told[message.bucket]._replace(staged={}, whole=message.whole))
 
 
-def _close_all(listener: Listener, server: Server, arrivals: Arrivals) -> None:
+def _close_all(listener: Listener, arrivals: Arrivals) -> None:
     listener.close()
-    server.close()
     while not arrivals.empty():
         close(arrivals.get()[1])
 

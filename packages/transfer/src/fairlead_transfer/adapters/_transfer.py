@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from .._remote.sockets import LOOK_S, Gone, Late, close, connect, introduce
 from ..exceptions import Phase, RankFailure, State, TransferError
 from ._buckets import Part
-from ._channel import Channel, send_all
 from ._intake import Description
 from ._members import Membership
+from ._messages import is_closed, receive, send_all
 
 AGAIN = (
     "Start lost processes again and update the weights again. Engines that have loaded a part hold a mixture of two "
@@ -66,7 +66,7 @@ class Transfer:
 
     def __init__(self, me: Membership, version: int | None, timeout: float) -> None:
         self.me = me
-        self.channels: dict[int, Channel] = {}
+        self.connections: dict[int, socket.socket] = {}
         self.bucket = 0  # the number of the next one
         self.delivered = False  # whether an engine may have loaded a part of the version
         self.timeout = timeout
@@ -99,9 +99,9 @@ class Transfer:
             while not arrivals.empty():
                 self._add(*arrivals.get())
             # Those of a member that has given up, and will come again.
-            for number in [number for number, channel in self.channels.items() if channel.is_closed()]:
-                self.channels.pop(number).close()
-            missing = others.difference(self.channels)
+            for number in [number for number, connection in self.connections.items() if is_closed(connection)]:
+                close(self.connections.pop(number))
+            missing = others.difference(self.connections)
             if not missing:
                 return
             if self._closed:
@@ -116,18 +116,18 @@ class Transfer:
     def _add(self, number: int, connection: socket.socket) -> None:
         """Add a connection, in place of an earlier one of this member; Gone if the transfer has ended."""
         with self._lock:
-            unused = None if self._closed else self.channels.pop(number, None)
+            unused = None if self._closed else self.connections.pop(number, None)
             if not self._closed:
-                self.channels[number] = Channel(connection)
+                self.connections[number] = connection
         if unused is not None:
-            unused.close()
+            close(unused)
         if self._closed:
             close(connection)
             raise Gone("its caller has given up")
 
     def tell(self, numbers: Iterable[int], message: Any) -> None:
         """Send a message to other processes."""
-        late, gone = send_all(self.channels, numbers, message, time.monotonic() + self.timeout)
+        late, gone = send_all(self.connections, numbers, message, time.monotonic() + self.timeout)
         if gone:
             raise self.lost(gone)
         if late:
@@ -144,7 +144,7 @@ class Transfer:
     def read(self, number: int, doing: str, deadline: float) -> Any:
         """Return a message of a process; raise the error of one that has failed."""
         try:
-            message = self.channels[number].receive(deadline)
+            message = receive(self.connections[number], deadline)
         except Late as error:
             raise self.late({number}, doing) from error
         except (Gone, KeyError) as error:
@@ -185,12 +185,12 @@ class Transfer:
             why = "its consumer stopped reading" if isinstance(error, GeneratorExit) else why
             report = self.error({self.me.number: why}, "See the error of that process.")
         # One that does not take it will see that the connection is closed.
-        send_all(self.channels, list(self.channels), report, time.monotonic() + FAREWELL_S)
+        send_all(self.connections, list(self.connections), report, time.monotonic() + FAREWELL_S)
 
     def close(self) -> None:
         """Close all connections; a thread that waits for a message gets an error."""
         with self._lock:
             self._closed = True
-            channels, self.channels = self.channels, {}
-        for channel in channels.values():
-            channel.close()
+            connections, self.connections = self.connections, {}
+        for connection in connections.values():
+            close(connection)
