@@ -13,7 +13,7 @@ from fairlead_transfer._remote.replies import Committed, Described, Fetched
 from fairlead_transfer._routes import whole_tensors
 from fairlead_transfer._tasks import make_tasks
 
-REPLIES = {"source": Described, "target": Described, "fetch": Fetched, "commit": Committed}
+REPLIES = {"describe": Described, "fetch": Fetched, "commit": Committed}
 
 
 class Ends:
@@ -70,14 +70,21 @@ class Ends:
         """Return the replies of all ranks of both sides."""
         self.epoch += 1
         sources = [
-            self.ask("source", rank, "source", self.epoch, "weights", 0, None, 0, False, False)
+            self.ask("source", rank, "describe", self.epoch, "weights", 0, None, 0, False, False)
             for rank in range(len(self.workers["source"]))
         ]
         targets = [
-            self.ask("target", rank, "target", self.epoch, "weights", 0)
+            self.ask("target", rank, "describe", self.epoch, "weights", 0)
             for rank in range(0 if self.apply else len(self.workers["target"]))
         ]
         return sources, targets
+
+    def refuse(self):
+        """Plan and stage; return what the first target rank refuses."""
+        self.plan()
+        (reply, *_) = self.fetch(self.stage(), 1)
+        assert reply.outcome == ("refused" if reply.refused else "done")
+        return reply.refused
 
     def plan(self):
         """Describe, and make the tasks."""
@@ -107,7 +114,7 @@ class Ends:
             rank: self.ask(
                 "source",
                 rank,
-                "source",
+                "describe",
                 self.epoch,
                 "weights",
                 self.described[rank].number,

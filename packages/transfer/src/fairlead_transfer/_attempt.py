@@ -4,7 +4,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from fairlead_workergroup.spi import wait_for_turn
@@ -54,7 +54,8 @@ class Attempt:
     check_replicas: str
     in_order: bool
     _compares: bool = False
-    _route: Route | None = None
+    route: Route | None = None
+    staged: Mapping[int, Described] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.epoch = self.next_epoch()
@@ -88,6 +89,22 @@ class Attempt:
         finally:
             self.release()
 
+    def fetch_again(self, ranks: Collection[int], last: "Attempt | None") -> bool:
+        """Have some target ranks stage what the source ranks have kept of an attempt; return whether they could."""
+        self._look(ranks)
+        if last is None or (route := last.route) is None or not route.targets.issuperset(ranks):
+            return False
+        with self._releasing(ranks):
+            self._collect((), ranks, None)
+            self.route, self._compares, tasks, ends = route, False, route.tasks.target, self.target.ends
+            if any(ends[rank].described != route.described[rank] or tasks[rank]["local"] for rank in ranks):
+                return False
+            try:
+                self._fetch(replace(route, targets=frozenset(ranks)), last.staged)
+            except _Repeat:
+                return False
+            return True
+
     def move_from_replicas(self, ranks: Collection[int], good: Collection[int]) -> None:
         """Have some target ranks stage what other target ranks hold."""
         self._look(ranks)
@@ -98,7 +115,7 @@ class Attempt:
             self.source.look()
             self._collect(good, ranks, None)
             try:
-                self._route = route = self.router.make_from_replicas(self.source, good, ranks)
+                self.route = route = self.router.make_from_replicas(self.source, good, ranks)
             except LayoutMismatchError as error:
                 text = f"No rank holds this version of some tensors any more:\n{error}\n{SEND}"
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs them"), text) from None
@@ -141,8 +158,8 @@ class Attempt:
         if failures:
             text = "The next `send`, or `sync()`, brings these ranks forward; lost workers have to be restarted first."
             raise self._error("commit", "target", failures, text) from first_error(replies)
-        if self._compares and self._route is not None:
-            self.router.note_compared(self._route)
+        if self._compares and self.route is not None:
+            self.router.note_compared(self.route)
 
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Have the ends drop the tensors of this attempt; of the target all, or those of some ranks."""
@@ -160,8 +177,8 @@ class Attempt:
 
     def report(self, total_s: float) -> TransferReport:
         """Return what the attempt has done."""
-        assert self._route is not None
-        return self._costs.report(self.version, self._route.plan, self._route.tasks, total_s, compared=self._compares)
+        assert self.route is not None
+        return self._costs.report(self.version, self.route.plan, self.route.tasks, total_s, compared=self._compares)
 
     # -- the rounds ----------------------------------------------------------------------------------------------------
 
@@ -188,7 +205,7 @@ class Attempt:
                 text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
                 raise self._error("collect", "source", lost, text) from None
             staged = self._collect(self._sources(lost), (), route)
-        self._route = route
+        self.route, self.staged = route, staged
         compare_replicas({rank: reply.digests or {} for rank, reply in staged.items()})
         self._fetch(route, staged)
         return route
@@ -208,11 +225,11 @@ class Attempt:
 
         # No method may change the tensors while they are staged, so that a version is one state of them.
         within_s = self._left_alone() if route else None
-        requests = self.source.ask(sources, "source", arguments, alone_within_s=within_s)
+        requests = self.source.ask(sources, "describe", arguments, alone_within_s=within_s)
         method, asked = self.target.method, dict[int, Any]()
         if method is not None:
             known = self.target.ends
-            asked = self.target.ask(targets, "target", lambda rank: (self.epoch, method, known[rank].number))
+            asked = self.target.ask(targets, "describe", lambda rank: (self.epoch, method, known[rank].number))
         phase: Phase = "collect" if targets else "stage"
         replies = self._replies(phase, self.source, requests, Described, asked)
         self._note(self.source, replies)
@@ -228,15 +245,8 @@ class Attempt:
         return replies
 
     def _note(self, side: Side, replies: Mapping[int, Described]) -> None:
-        """Note descriptions; refuse tensors that cannot travel, unless they are described and excluded."""
-        excludes = self.router.selection.excludes
-        self._refuse(
-            side,
-            {
-                rank: [entry for entry in reply.refused if reply.tensors is None or not excludes(entry[0])]
-                for rank, reply in replies.items()
-            },
-        )
+        """Note descriptions; refuse tensors that cannot travel."""
+        self._refuse(side, {rank: reply.refused for rank, reply in replies.items()})
         for rank, reply in replies.items():
             self._costs.note("collect", rank, reply.collect_s)
             side.note_description(rank, reply)

@@ -105,6 +105,7 @@ class Link:
         self._check_replicas: CheckReplicas = check_replicas
         self._epochs = itertools.count(1)
         self._version: int | None = None
+        self._last: Attempt | None = None
         self._closed = False
         self._guards: list[Callable[[], None]] = []
         self._lock = threading.RLock()  # a signal handler may close the link
@@ -154,15 +155,15 @@ class Link:
             attempt = self._attempt(self._source, version, deadline)
             ranks = attempt.move_all()
             # The decision: from here on there is no way back.
-            self._version = version
+            self._version, self._last = version, attempt
             attempt.commit(ranks, self._commit)
             return attempt.report(time.monotonic() - began)
 
     def sync(self, ranks: Iterable[int] | None = None, timeout: float = 600.0) -> TransferReport | None:
         """Bring target ranks to the last version: those that were late or inconsistent, or have been restarted.
 
-        The tensors come from target ranks that hold it, which go on working. If none does, or the link has `apply`,
-        send the version again.
+        The tensors come from what the source workers have kept of this version, or from target ranks that hold it. The
+        other ranks are not disturbed.
 
         Args:
             ranks: which ranks; None for those that do not hold the last version.
@@ -187,7 +188,11 @@ class Link:
                 raise ValueError(f"ranks {wrong} do not exist: the target group has ranks 0 to {len(states) - 1}")
             if not chosen:
                 return None
-            good = {rank for rank, state in states.items() if state == version} - chosen
+            attempt = self._attempt(self._source, version, deadline)
+            if attempt.fetch_again(chosen, self._last):
+                attempt.commit(chosen, self._commit)
+                return attempt.report(time.monotonic() - began)
+            good = {rank for rank, state in self._states.read().items() if state == version} - chosen
             replicas = Side("replica", self._target.group, self._id, self._target.method)
             attempt = self._attempt(replicas, version, deadline)
             try:

@@ -30,6 +30,7 @@ class Route:
     tasks: Tasks  # for the workers
     sources: frozenset[int]  # the source ranks that take part
     targets: frozenset[int]  # the target ranks that take part
+    described: dict[int, Any]  # what the target ranks have said of their tensors
 
 
 class Router:
@@ -123,7 +124,8 @@ class Router:
 
         self._numbers += 1
         tasks = make_tasks(self._numbers, plan, held, wanted, dtypes, choose)
-        return Route(plan, tasks, frozenset(sources), frozenset(targets))
+        described = {rank: self._target.ends[rank].described for rank in targets}
+        return Route(plan, tasks, frozenset(sources), frozenset(targets), described)
 
 
 def whole_tensors(held: Tensors, ranks: int) -> Tensors:

@@ -184,20 +184,6 @@ def test_tensors_that_cannot_be_written(groups):
     assert generation.call("holds").result() == [2.5] * 4
 
 
-def test_tied_targets(groups):
-    """Two names of one memory get the same values; if these differ, the send is refused and changes nothing."""
-    policy, generation = groups
-    with Link(policy, generation, source="untied", target="tied") as link:
-        for step in (0, 1):
-            policy.call("set_norm", [step, 2, 0, 0, 0]).result()
-            assert link.send(step, timeout=60).version == step
-        policy.call("set_norm", [1, 2, 3, 0, 0]).result()
-        with pytest.raises(LayoutMismatchError, match="in the memory of 'first', and they differ in the source"):
-            link.send(2, timeout=60)
-        assert link.versions() == dict.fromkeys(range(4), 1)
-        assert [norm.tolist() for norm in generation.call("get_norm").result()] == [[1, 2, 0, 0, 0]] * 4
-
-
 @pytest.mark.parametrize("dtype", ["double", "float", "longdouble", "int32", "bool", "float33"])
 def test_dtypes_that_do_not_travel(groups, dtype):
     """A link refuses what is not the one name of a floating-point dtype, before anything is sent."""

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from .collection import Collection, call, find_clashing
+from .collection import Collection, call, find_copies
 from .entry import find_shared, note_weights
 from .replies import Channel, Committed, Described, Fetched, Place, Refused
 from .segment import Unread
@@ -52,7 +52,7 @@ class End:
         }
         self._pieces: list[tuple[int, Any, Any]] = []
         self._staged: tuple[int, int] | None = None
-        self._overlap_checked: tuple[int, int] | None = None
+        self._writable: tuple[int, int] | None = None  # the plan and the memory that were found so
         self._inconsistent = False
         self._concurrent = False
 
@@ -70,62 +70,42 @@ class End:
     async def _run(self, worker: Any, operation: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(await getattr(self, f"_{operation}")(worker, *args) or ())
 
-    async def _collect(self, worker: Any, epoch: int, method: str, known: int) -> Described:
-        _commit_fault(self._key[1], "collect")
-        values = await call(worker, method)
-        if epoch < self._epoch:  # the method has let another attempt pass
-            return Described("superseded")
-        return self._collection.note(values, method, known)
-
-    async def _source(
+    async def _describe(
         self,
         worker: Any,
         epoch: int,
         method: str,
         known: int,
-        tasks: dict[str, Any] | None,
-        tasks_id: int,
-        compares: bool,
-        fresh: bool,
+        tasks: dict[str, Any] | None = None,
+        tasks_id: int = 0,
+        compares: bool = False,
+        fresh: bool = False,
     ) -> Described:
-        """Describe the tensors of the source, and stage them if they are as the plan has them.
+        """Describe the tensors, and stage them if they are as the plan has them.
 
         The driver has planned with the description of the number `known`. Without tasks, those that were given before
         hold; the number 0 stages nothing.
         """
         if epoch < self._epoch:
             return Described("superseded")
-        began, self._epoch = time.monotonic(), epoch
-        reply = await self._collect(worker, epoch, method, known)
-        reply = reply._replace(collect_s=time.monotonic() - began)
+        began, self._epoch, self._method = time.monotonic(), epoch, method
+        _commit_fault(self._key[1], "collect")
+        values = await call(worker, method)
+        if epoch < self._epoch:  # the method has let another attempt pass
+            return Described("superseded")
+        reply = self._collection.note(values, method, known)._replace(collect_s=time.monotonic() - began)
         if tasks is not None:
             self._tasks = tasks
             for kind, transport in self._transports.items():
                 channels = enumerate(tasks["channels"])
                 transport.keep_only([number for number, channel in channels if channel["kind"] == kind])
         is_planned = tasks_id and self._tasks.get("id") == tasks_id and self._collection.number == known
-        if not is_planned or reply.refused or reply.outcome != "done":
+        if not is_planned or reply.refused:
             return reply
         _commit_fault(self._key[1], "stage")
         began = time.monotonic()
         staged = await self._in_thread(self._stage, compares, fresh)
         return reply._replace(channels=staged[0], digests=staged[1], stage_s=time.monotonic() - began)
-
-    async def _target(self, worker: Any, epoch: int, method: str, known: int) -> Described:
-        """Describe the tensors of the target."""
-        if epoch < self._epoch:
-            return Described("superseded")
-        began, self._epoch, self._method = time.monotonic(), epoch, method
-        reply = await self._collect(worker, epoch, method, known)
-        if reply.outcome == "done" and not reply.refused:
-            # With the description, because the link may exclude these.
-            refused = check_writable(self._collection.values)
-            if self._collection.has_moved and self._collection.values:
-                refused += self._collection.find_copies(await call(worker, method))
-            reply = reply._replace(
-                refused=refused, tensors=reply.tensors if not refused else self._collection.described
-            )
-        return reply._replace(collect_s=time.monotonic() - began)
 
     async def _fetch(
         self,
@@ -151,6 +131,8 @@ class End:
         if self._tasks.get("id") != tasks_id:
             return Fetched("unplanned")
         deadline = time.monotonic() + within_s
+        if refused := await self._find_unwritable(worker):
+            return Fetched("refused", refused=refused)
         intake = Intake(epoch, version, staged, reads, fresh, relays, deadline)
         reply: Fetched = await self._in_thread(self._fetch_all, intake)
         return reply
@@ -201,22 +183,29 @@ class End:
 
     async def _collect_again(self, worker: Any, method: str) -> None:
         """Collect the tensors of the target, which a hook may have replaced; ValueError if they cannot be written."""
-        names = self._tasks["names"]
-        self._collection.note_again(await call(worker, method), method, names)
-        if self._collection.has_moved:
-            copies = self._collection.find_copies(await call(worker, method), names)
-            if copies:
-                raise ValueError(f"the tensors of the target cannot be written: {dict(copies)}")
+        self._collection.note_again(await call(worker, method), method, self._tasks["names"])
+        if refused := await self._find_unwritable(worker):
+            raise ValueError(f"the tensors of the target cannot be written: {dict(refused)}")
+
+    async def _find_unwritable(self, worker: Any) -> Refused:
+        """Return the tensors that new values cannot be written into; looks once for each plan and memory."""
+        state, tasks = (self._tasks["id"], self._collection.moves), self._tasks
+        if self._method is None or self._writable == state:
+            return []
+        own = {name: local for name in tasks["names"] if (local := self._collection.values.get(name)) is not None}
+        wrong = check_writable(own) + find_overlapping(library(tasks["library"]), own)
+        wrong = wrong or find_copies(own, await call(worker, self._method))
+        self._writable = None if wrong else state
+        return wrong
 
     async def _release(self, worker: Any, epoch: int) -> None:
         """Drop the tensors of an attempt, which were kept alive until its end."""
         if epoch >= self._epoch:
             self._drop()
-            self._staged = None
 
     def _drop(self) -> None:
         self._collection.values = {}
-        self._pieces = []
+        self._pieces, self._staged = [], None
         for transport in self._transports.values():
             transport.release()
 
@@ -258,13 +247,11 @@ class End:
         return staged, digests
 
     def _fetch_all(self, intake: Intake) -> Fetched:
-        began, tools, tensors, tasks = time.monotonic(), library(self._tasks["library"]), self._tensors(), self._tasks
+        began, tools, tasks = time.monotonic(), library(self._tasks["library"]), self._tasks
         dtypes = tasks["dtypes"]
         self._staged = None
         for transport in self._transports.values():
             transport.release()
-        if refused := self._find_overlapping(tools, tensors):
-            return Fetched("refused", refused=refused)
         pieces = self._copy_local(tools)
         staged = {(source, number): entry for source, all in intake.staged.items() for number, entry in enumerate(all)}
         needed = [(source, number) for source, channels in tasks["sources"].items() for number in channels]
@@ -284,21 +271,9 @@ class End:
         except Unread as error:
             return Fetched(error.outcome, source=error.source, reason=str(error))
         _commit_fault(self._key[1], "move")
-        if refused := find_clashing(tools, tensors, pieces, tasks):
-            return Fetched("refused", refused=refused)
         if intake.epoch == self._epoch:  # otherwise a later attempt has begun
             self._pieces, self._staged = pieces, (intake.epoch, intake.version)
         return Fetched(relays=relays, length=tasks["bytes"], move_s=time.monotonic() - began)
-
-    def _find_overlapping(self, tools: Any, tensors: Sequence[Any]) -> Refused:
-        """Return the tensors that share some elements with another one; looks once for each plan and memory."""
-        state = self._tasks["id"], self._collection.moves
-        if self._overlap_checked == state:
-            return []
-        own = zip(self._tasks["names"], tensors, strict=True)
-        wrong = find_overlapping(tools, {name: local for name, local in own if local is not None})
-        self._overlap_checked = None if wrong else state
-        return wrong
 
     def _copy_local(self, tools: Any) -> list[tuple[int, Any, Any]]:
         """Copy what the source end of this process holds: it may change before the commit."""

@@ -25,8 +25,6 @@ class Run(NamedTuple):
 class NumpyLibrary:
     """Operations on numpy arrays."""
 
-    name = "numpy"
-
     def __init__(self) -> None:
         self._numpy = importlib.import_module("numpy")
 
@@ -61,8 +59,6 @@ class NumpyLibrary:
 
 class TorchLibrary:
     """Operations on torch tensors. Nothing here needs numpy."""
-
-    name = "torch"
 
     def __init__(self) -> None:
         self._torch = importlib.import_module("torch")
@@ -253,13 +249,10 @@ def nbytes(tools: Any, sizes: Sequence[int], dtype: str) -> int:
 
 
 def find_overlapping(tools: Any, tensors: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the tensors that share some elements with another one, but are not the same memory: names and reasons."""
-    owners: dict[Any, str] = {}
-    for name, local in tensors.items():
-        if 0 not in local.shape:
-            owners.setdefault(memory_of(tools, local), name)
+    """Return the tensors that share elements with another one, where the last one would win: names and reasons."""
+    filled = {name: local for name, local in tensors.items() if 0 not in local.shape}
     runs = sorted(
-        (memory[0], *run, name) for memory, name in owners.items() for run in _find_runs(tools, tensors[name])
+        (tools.memory(local).device, *run, name) for name, local in filled.items() for run in _find_runs(tools, local)
     )
     wrong: dict[str, str] = {}
     reaching = ("", 0, 0, "")  # of the runs before, the one that ends last
@@ -272,17 +265,6 @@ def find_overlapping(tools: Any, tensors: Mapping[str, Any]) -> list[tuple[str, 
         if run[0] != device or run[2] > end:
             reaching = run
     return list(wrong.items())
-
-
-def is_same_memory(first: Any, second: Any) -> bool:
-    """Return whether two tensors begin at the same address."""
-    marks = [look(value)[0] for value in (first, second)]
-    return marks[0] == marks[1]
-
-
-def memory_of(tools: Any, tensor: Any) -> tuple[Any, ...]:
-    """Return what two tensors have in common that are the same elements in the same order."""
-    return *tools.memory(tensor), tuple(tensor.shape), tools.dtype_name(tensor)
 
 
 def _find_runs(tools: Any, tensor: Any) -> list[tuple[int, int]]:

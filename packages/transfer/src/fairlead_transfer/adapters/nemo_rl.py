@@ -90,13 +90,11 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
         rollout_world_size: int,
         metadata: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Take the place of a generation worker in the transfer. This waits for no other process.
+        """Take the place of a generation worker, as `init_policy_process_group` does of a policy worker.
 
         Args:
             rollout_rank: its rank.
-            train_world_size: the policy workers.
-            rollout_world_size: the generation workers.
-            metadata: what `prepare` has returned in each of them, the policy workers first.
+            train_world_size, rollout_world_size, metadata: as there.
 
         Raises:
             ValueError: `prepare` was not called before, or the bucket is too small.
