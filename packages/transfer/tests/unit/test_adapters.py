@@ -242,7 +242,8 @@ def test_error_of_a_later_bucket(monkeypatch, side):
     monkeypatch.setattr(changed, name, fail)
     sent = [one.send_weights(iter(make_weights(1)), 5) for one in engines[:2]]
     results = asyncio.run(run_all(*sent, receive(engines[2])))
-    for error in results[:1] if side == "source" else results:
+    assert str(results[1 if side == "source" else 2]) == "too many open files"
+    for error in results[::2] if side == "source" else results[:2]:
         assert isinstance(error, TransferError)
         assert (error.phase, error.version, error.versions) == ("commit", 5, {0: "inconsistent"})
         assert f"{side} rank {int(side == 'source')} on node" in str(error)

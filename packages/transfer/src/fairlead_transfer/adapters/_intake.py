@@ -5,7 +5,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from .._remote.segment import ENDED, Segments
+from .._remote.segment import ENDED, Segments, Unread
 from .._remote.segment import Mapping as Mapped
 from .._remote.server import Wish, read_segments
 from .._remote.tensors import library
@@ -27,8 +27,9 @@ class Intake:
         self._lock = threading.Lock()
 
     def map_whole(self, description: Description, filled: int, memory: Any) -> None:
-        """Copy a bucket that the reader of this node has read; BufferError if it is another one."""
-        self._copy(description, [(0, filled)], memory)
+        """Copy a bucket that the reader of this node has read; Unread if that fails."""
+        reader = next(reader for reader, others in self._me.find_readers().items() if self._me.number in others)
+        self._copy(reader, description, [(0, filled)], memory)
 
     def read(
         self,
@@ -42,17 +43,14 @@ class Intake:
     ) -> Description | None:
         """Put all shares of a bucket into this memory; return where others on this node find it, if it `relays`.
 
-        Raises:
-            OSError: the memory of a sender on this node cannot be opened.
-            BufferError: a sender on this node has filled the share again.
-            Unread: a sender elsewhere is late or lost, or has filled the share again.
+        Unread if a sender is late or lost, or has filled its share again.
         """
         place = self._relays.begin(bucket % 2, self._shape.capacity) if relays else memory
         wishes: dict[int, list[Wish]] = {}
         for sender, description in staged.items():
             stripes = self._shape.find_stripes(sender, filled)
             if self._me.nodes[sender] == self._me.nodes[self._me.number]:
-                self._copy(description, stripes, place)
+                self._copy(sender, description, stripes, place)
             elif stripes:
                 parts = [memoryview(place)[begin : begin + length] for begin, length in stripes]
                 token, generation = description[3:]
@@ -63,18 +61,22 @@ class Intake:
         _view(memory, filled).copy_(_view(place, filled))
         return self._relays.end(bucket % 2)
 
-    def _copy(self, description: Description, stripes: list[tuple[int, int]], place: Any) -> None:
+    def _copy(self, owner: int, description: Description, stripes: list[tuple[int, int]], place: Any) -> None:
         with self._lock:
             if self._mapped is None:
                 raise ValueError(ENDED)
             token = description[3]
-            mapped = self._mapped[token] = self._mapped.get(token) or Mapped(description)
+            try:
+                mapped = self._mapped[token] = self._mapped.get(token) or Mapped(description)
+            except (OSError, ValueError) as error:
+                why = f"its memory cannot be opened, {error}: processes of one node have to run as one user"
+                raise Unread("lost", owner, why) from error
         content, to, done = _view(mapped.content(), description[2]), _view(place, self._shape.capacity), 0
         for begin, length in stripes:
             to[begin : begin + length].copy_(content[done : done + length])
             done += length
         if not mapped.holds(description[4]):
-            raise BufferError("the share of a sender was overwritten before it was copied")
+            raise Unread("overwritten", owner, "what it had staged was overwritten before it was copied")
 
     def close(self) -> None:
         """Give everything back."""
