@@ -5,6 +5,8 @@ import asyncio
 import sys
 import types
 
+import numpy as np
+
 from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
 from fairlead_transfer._plan import reshard
 from fairlead_transfer._remote.end import End
@@ -14,6 +16,33 @@ from fairlead_transfer._routes import whole_tensors
 from fairlead_transfer._tasks import make_tasks
 
 REPLIES = {"describe": Described, "fetch": Fetched, "commit": Committed}
+
+
+class Worker:
+    """Holds tensors, and counts what is done with them."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+        self.events = []
+
+    def weights(self):
+        return self.tensors
+
+    def note(self):
+        self.events.append("noted")
+
+    def fail(self):
+        raise ArithmeticError("broken")
+
+    def load(self, tensors):
+        self.events.append(list(tensors))
+        for name, value in tensors.items():
+            self.tensors[name] = np.array(value)
+
+    def load_half(self, tensors):
+        if self.events:
+            raise ArithmeticError("broken")
+        self.load(tensors)
 
 
 class Ends:
