@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fairlead_transfer import TransferError
+from fairlead_transfer import RankFailure, TransferError
 from fairlead_transfer._remote.segment import Segments
 from fairlead_transfer._remote.sockets import MOST_UNPROVEN, Gone, Late, Listener, connect, introduce, listen
 from fairlead_transfer.adapters._buckets import BucketShape, Packer, Unpacker
@@ -18,6 +18,7 @@ from fairlead_transfer.adapters._intake import Intake
 from fairlead_transfer.adapters._members import make_memberships
 from fairlead_transfer.adapters._messages import receive as receive_message
 from fairlead_transfer.adapters._messages import send_all
+from fairlead_transfer.adapters._transfer import Copied, Start, Transfer
 from fairlead_transfer.adapters.verl import FairleadCheckpointEngine
 
 from ..engines import digest, leave_nothing, make_weights
@@ -401,3 +402,24 @@ def test_finalize_while_a_bucket_is_copied(monkeypatch):
         finalized.set()
         errors = running.result(30)  # which keep what their frames refer to
     assert all(isinstance(error, Exception) for error in errors), errors
+
+
+def test_error_that_was_sent_before_the_end():
+    """A process that cannot send to one that has failed raises the error that this one has sent."""
+    member = {
+        "bucket_bytes": 1,
+        "token": b"t",
+        "address": ("10.0.0.1", 7),
+        "local_address": ("127.0.0.1", 8),
+        "node": "a",
+    }
+    ours, theirs = socket.socketpair()
+    transfer = Transfer(make_memberships([member] * 3, 1)[2], 5, 10.0)
+    transfer.connections[0] = ours
+    killed = TransferError("move", 5, (RankFailure("target", 0, "a", "it was killed"),), {}, "Send again.")
+    for message in (Start(), killed):
+        assert send_all({0: theirs}, [0], message, time.monotonic() + 10) == (set(), {})
+    theirs.close()
+    with pytest.raises(TransferError, match="target rank 0 on node a: it was killed"):
+        transfer.tell([0], Copied(0))
+    transfer.close()

@@ -175,6 +175,7 @@ def _take(transfer: Transfer, intake: Intake, unpacker: Unpacker) -> tuple[list[
             whole = intake.read(*options, relays=bucket.relays, deadline=deadline)
     except Unread as error:
         traceback.clear_frames(error.__traceback__)  # they would keep the memory as long as the error
+        transfer.raise_reported([0])  # it may say why that process has given back its memory
         if error.outcome == "late":
             doing = f"send its share of bucket {bucket.number} to target rank {me.number - me.senders}"
             raise transfer.late([error.source], doing, within_s) from error

@@ -4,6 +4,7 @@
 The first sender leads: all other processes are connected to it.
 """
 
+import contextlib
 import queue
 import socket
 import threading
@@ -129,9 +130,20 @@ class Transfer:
         """Send a message to other processes."""
         late, gone = send_all(self.connections, numbers, message, time.monotonic() + self.timeout)
         if gone:
+            self.raise_reported(gone)
             raise self.lost(gone)
         if late:
             raise self.late(late, f"read a message about bucket {self.bucket}")
+
+    def raise_reported(self, numbers: Iterable[int]) -> None:
+        """Raise the error that one of these processes has sent before it closed its connection or its memory."""
+        deadline = time.monotonic() + FAREWELL_S
+        for number in numbers:
+            with contextlib.suppress(Late, Gone, KeyError):
+                while True:
+                    message = receive(self.connections[number], deadline)
+                    if isinstance(message, TransferError):
+                        raise message
 
     def hear(self, kind: type[_Message], doing: str) -> _Message:
         """Return the next message of the leader."""
