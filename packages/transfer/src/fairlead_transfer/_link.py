@@ -139,8 +139,8 @@ class Link:
 
         Raises:
             TypeError, ValueError: a bad argument, a version that is not larger, or a link that has been closed.
-            LayoutMismatchError: the tensors do not fit, replicas of the source differ, or tensors of the target cannot be
-                written, as those that share memory; nothing has been applied.
+            LayoutMismatchError: the tensors do not fit, replicas of the source differ, or tensors of the target cannot
+                be written, as those that share memory; nothing has been applied.
             TransferError: a rank is dead or late, or a method of a worker has failed; says which rank, in which phase.
             WorkerGroupError: a group has been shut down.
         """
@@ -264,7 +264,7 @@ class Link:
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self._last = True, None
             for end_guard in self._guards:
                 end_guard()
             _release(self._source, self._target)
