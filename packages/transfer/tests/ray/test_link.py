@@ -136,11 +136,11 @@ def test_tensors_that_cannot_be_written(groups):
     policy, generation = groups
     policy.call("fill", 2.5).result()
     with (
-        Link(policy, generation, source="weights", target="with_table") as link,
+        Link(policy, generation, source="with_table", target="with_table") as link,
         pytest.raises(LayoutMismatchError, match="read-only"),
     ):
         link.send(0, timeout=60)
-    with Link(policy, generation, source="weights", target="with_table", exclude=("table",)) as link:
+    with Link(policy, generation, source="with_table", target="with_table", exclude=("table",)) as link:
         for version in range(2):
             link.send(version, timeout=60)
     assert generation.call("holds").result() == [2.5] * 4

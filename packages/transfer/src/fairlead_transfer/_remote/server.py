@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -59,35 +59,61 @@ class Wish(NamedTuple):
     places: Sequence[memoryview]  # where its bytes go, in order
 
 
-def read_segments(wishes: Mapping[Any, Sequence[Wish]], deadline: float) -> None:
-    """Read segments of other hosts into their places, by a key of the process that sends them; Unread if that fails."""
-    connections: dict[Any, socket.socket] = {}
-    with ThreadPoolExecutor(max(1, len(wishes)), "fairlead-transfer-read") as threads:
-        reads = [threads.submit(_read_from, connections, key, parts, deadline) for key, parts in wishes.items()]
-        done, _ = wait(reads, return_when=FIRST_EXCEPTION)
-        for connection in list(connections.values()):  # after an error, other threads wait for some
-            close(connection)
-    for ended in done:
-        ended.result()
+class Reader:
+    """Reads segments of other hosts, from all of them at the same time, and keeps the connections."""
+
+    def __init__(self) -> None:
+        self._connections: dict[Any, socket.socket] = {}
+
+    def read(self, wishes: Mapping[Any, Sequence[Wish]], deadline: float, *, checks: bool = True) -> None:
+        """Read segments into their places, by a key of the process that sends them; Unread if that fails.
+
+        Without `checks`, their owners must not write them before they know that they have been read.
+        """
+        if len(wishes) < 2:
+            for key, parts in wishes.items():
+                self._read_from(key, parts, deadline, checks)
+            return
+        with ThreadPoolExecutor(len(wishes), "fairlead-transfer-read") as threads:
+            reads = [threads.submit(self._read_from, key, parts, deadline, checks) for key, parts in wishes.items()]
+            done, _ = wait(reads, return_when=FIRST_EXCEPTION)
+            if any(read.exception() for read in done):
+                self.keep_only(())  # other threads wait for some
+        for ended in done:
+            ended.result()
+
+    def _read_from(self, key: Any, wishes: Sequence[Wish], deadline: float, checks: bool) -> None:
+        """Read what one process sends."""
+        try:
+            if key not in self._connections:
+                self._connections[key] = connect(wishes[0].address, deadline)
+                introduce(self._connections[key], wishes[0].secret, READER, deadline)
+            _ask(key, self._connections[key], wishes, deadline, with_content=True)
+            if checks:
+                _ask(key, self._connections[key], wishes, deadline, with_content=False)
+        except BaseException as error:
+            if key in self._connections:
+                close(self._connections.pop(key))  # an answer may be on its way
+            if isinstance(error, Late):
+                raise Unread("late", key, "it did not send what it has staged by the deadline") from error
+            if isinstance(error, (Gone, KeyError)):
+                raise Unread("lost", key, str(error)) from error
+            raise
+
+    def keep_only(self, keys: Collection[Any]) -> None:
+        """Close the connections to other processes than these."""
+        for key in set(self._connections).difference(keys):
+            close(self._connections.pop(key))
 
 
-def _read_from(connections: dict[Any, socket.socket], key: Any, wishes: Sequence[Wish], deadline: float) -> None:
-    """Read what one process sends."""
-    try:
-        connection = connections[key] = connect(wishes[0].address, deadline)
-        introduce(connection, wishes[0].secret, READER, deadline)
-        for with_content in (True, False):
-            requests = [
-                struct.pack(REQUEST, wish.token, wish.generation, sum(map(len, wish.places)) * with_content)
-                for wish in wishes
-            ]
-            run(connection, deadline, lambda requests=requests: connection.sendall(b"".join(requests)))
-            for wish in wishes:
-                if struct.unpack(REPLY, read(connection, struct.calcsize(REPLY), deadline)) != (wish.generation,):
-                    raise Unread("overwritten", key, "what it had staged was overwritten before it was read")
-                for place in wish.places if with_content else ():
-                    fill(connection, place, deadline)
-    except Late as error:
-        raise Unread("late", key, "it did not send what it has staged by the deadline") from error
-    except Gone as error:
-        raise Unread("lost", key, str(error)) from error
+def _ask(key: Any, connection: socket.socket, wishes: Sequence[Wish], deadline: float, *, with_content: bool) -> None:
+    """Ask for the generations of segments, and read their content if it is wanted."""
+    requests = [
+        struct.pack(REQUEST, wish.token, wish.generation, sum(map(len, wish.places)) * with_content) for wish in wishes
+    ]
+    run(connection, deadline, lambda: connection.sendall(b"".join(requests)))
+    for wish in wishes:
+        if struct.unpack(REPLY, read(connection, struct.calcsize(REPLY), deadline)) != (wish.generation,):
+            raise Unread("overwritten", key, "what it had staged was overwritten before it was read")
+        for place in wish.places if with_content else ():
+            fill(connection, place, deadline)

@@ -17,7 +17,7 @@ import ray
 
 from .replies import Place
 from .segment import Mapping, Segments, Unread
-from .server import Wish, read_segments, serve
+from .server import Reader, Wish, serve
 from .sockets import Late, Listener, listen
 
 ADVICE = "give the link transport='object_store'"
@@ -92,6 +92,7 @@ class Network(SharedMemory):
         self._listener: Listener | None = None
         self._address: tuple[str, int] = ("", 0)
         self._relays = Segments()
+        self._reader = Reader()
 
     def stage(self, number: int, size: int, write: Write, fresh: bool) -> Any:
         """Write the content into a segment, and offer it to readers on other nodes."""
@@ -117,7 +118,8 @@ class Network(SharedMemory):
         for place, (address, secret, size, token, generation) in staged.items():
             content = self._relays.begin(place, size, fresh=fresh)
             wishes.setdefault(place[0], []).append(Wish(tuple(address), secret, token, generation, [content]))
-        read_segments(wishes, deadline)
+        self._reader.keep_only(wishes)
+        self._reader.read(wishes, deadline)
         return {place: self._relays.end(place) for place in staged}
 
     def close(self) -> None:
@@ -125,6 +127,7 @@ class Network(SharedMemory):
         if self._listener is not None:
             self._listener.close()
         self._relays.close()
+        self._reader.keep_only(())
         super().close()
 
 
