@@ -92,8 +92,7 @@ class Reader:
             if checks:
                 _ask(key, self._connections[key], wishes, deadline, with_content=False)
         except BaseException as error:
-            if key in self._connections:
-                close(self._connections.pop(key))  # an answer may be on its way
+            self._forget(key)  # an answer may be on its way
             if isinstance(error, Late):
                 raise Unread("late", key, "it did not send what it has staged by the deadline") from error
             if isinstance(error, (Gone, KeyError)):
@@ -103,7 +102,11 @@ class Reader:
     def keep_only(self, keys: Collection[Any]) -> None:
         """Close the connections to other processes than these."""
         for key in set(self._connections).difference(keys):
-            close(self._connections.pop(key))
+            self._forget(key)
+
+    def _forget(self, key: Any) -> None:
+        if (connection := self._connections.pop(key, None)) is not None:  # another thread may have been faster
+            close(connection)
 
 
 def _ask(key: Any, connection: socket.socket, wishes: Sequence[Wish], deadline: float, *, with_content: bool) -> None:
