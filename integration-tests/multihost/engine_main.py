@@ -30,6 +30,8 @@ class Engine:
         """Make the engine and prepare it."""
         if framework == "nemo_rl":
             put_base_class()
+        else:
+            sys.meta_path.insert(0, WithoutVerl())  # the engine needs nothing of it in this process
         module = importlib.import_module(f"fairlead_transfer.adapters.{framework}")
         self.framework = framework
         self.engine = module.FairleadCheckpointEngine(**options)
@@ -66,6 +68,14 @@ class Engine:
             return found.hexdigest()
 
         return self.loop.run_until_complete(receive())
+
+
+class WithoutVerl:
+    """Lets no module of verl be found."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "verl":
+            raise ModuleNotFoundError(name, name=name)
 
 
 async def flatten(batches):

@@ -5,12 +5,44 @@ import asyncio
 import sys
 import types
 
+import numpy as np
+
 from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
 from fairlead_transfer._plan import reshard
 from fairlead_transfer._remote.end import End
 from fairlead_transfer._remote.entry import SHARED
+from fairlead_transfer._remote.replies import Committed, Described, Fetched
 from fairlead_transfer._routes import whole_tensors
 from fairlead_transfer._tasks import make_tasks
+
+REPLIES = {"describe": Described, "fetch": Fetched, "commit": Committed}
+
+
+class Worker:
+    """Holds tensors, and counts what is done with them."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+        self.events = []
+
+    def weights(self):
+        return self.tensors
+
+    def note(self):
+        self.events.append("noted")
+
+    def fail(self):
+        raise ArithmeticError("broken")
+
+    def load(self, tensors):
+        self.events.append(list(tensors))
+        for name, value in tensors.items():
+            self.tensors[name] = np.array(value)
+
+    def load_half(self, tensors):
+        if self.events:
+            raise ArithmeticError("broken")
+        self.load(tensors)
 
 
 class Ends:
@@ -61,31 +93,38 @@ class Ends:
 
     def ask(self, side, rank, operation, *args):
         result = self.ends[side, rank].serve(self.workers[side][rank], operation, args)
-        return asyncio.run(result) if asyncio.iscoroutine(result) else result
+        return REPLIES[operation](*asyncio.run(result)) if asyncio.iscoroutine(result) else result
 
     def describe(self):
         """Return the replies of all ranks of both sides."""
         self.epoch += 1
         sources = [
-            self.ask("source", rank, "source", self.epoch, "weights", 0, None, 0, False, False)
+            self.ask("source", rank, "describe", self.epoch, "weights", 0, None, 0, False, False)
             for rank in range(len(self.workers["source"]))
         ]
         targets = [
-            self.ask("target", rank, "target", self.epoch, "weights", 0)
+            self.ask("target", rank, "describe", self.epoch, "weights", 0)
             for rank in range(0 if self.apply else len(self.workers["target"]))
         ]
         return sources, targets
 
+    def refuse(self):
+        """Plan and stage; return what the first target rank refuses."""
+        self.plan()
+        (reply, *_) = self.fetch(self.stage(), 1)
+        assert reply.outcome == ("refused" if reply.refused else "done")
+        return reply.refused
+
     def plan(self):
         """Describe, and make the tasks."""
-        self.numbers, targets = self.describe()
-        refused = [reply["refused"] for reply in [*self.numbers, *targets] if "refused" in reply]
+        self.described, targets = self.describe()
+        refused = [reply.refused for reply in [*self.described, *targets] if reply.refused]
         assert not refused, refused
-        held = read_side("source", [one["tensors"] for one in self.numbers], self.selection, renamed=True)
+        held = read_side("source", [reply.tensors for reply in self.described], self.selection, renamed=True)
         if self.apply:
             wanted = whole_tensors(held, len(self.workers["target"]))
         else:
-            wanted = read_side("target", [one["tensors"] for one in targets], self.selection, renamed=False)
+            wanted = read_side("target", [reply.tensors for reply in targets], self.selection, renamed=False)
         assert not check_dtypes(held, wanted, self.selection)
         plan = reshard(
             held.layouts,
@@ -104,10 +143,10 @@ class Ends:
             rank: self.ask(
                 "source",
                 rank,
-                "source",
+                "describe",
                 self.epoch,
-                None,
-                self.numbers[rank]["number"],
+                "weights",
+                self.described[rank].number,
                 tasks,
                 self.tasks.number,
                 compares,
@@ -118,15 +157,20 @@ class Ends:
 
     def fetch(self, staged, version):
         """Return the replies of the target ranks."""
-        reads = self.tasks.find_reads(self.tasks.target, self.nodes[1])
-        replies = {}
+        nodes = self.nodes[1]
+        reads = self.tasks.find_reads(self.tasks.target, nodes)
+        channels = {rank: reply.channels for rank, reply in staged.items()}
+        replies, relays = {}, {}
         for rank in sorted(self.tasks.target, key=lambda rank: rank not in reads):
-            relay = {"reads": sorted(reads[rank]), "fresh": False} if rank in reads else None
-            reader = None if rank in reads else self.tasks.find_reader(rank, reads, self.nodes[1])
-            if reader is not None:
-                relay = {"reply": replies[reader]}
-            options = self.epoch, version, self.tasks.target[rank], self.tasks.number, staged, relay, 10.0
-            replies[rank] = self.ask("target", rank, "fetch", *options)
+            failed = [reply for reader in reads if (reply := replies.get(reader)) and reply.outcome != "done"]
+            if failed and rank not in reads and self.tasks.target[rank]["sources"]:
+                replies[rank] = failed[0]  # the driver gives up
+                continue
+            places, mapped = reads.get(rank, ()), relays.get(nodes[rank], {})
+            options = version, self.tasks.target[rank], self.tasks.number, channels, places, False, mapped, 10.0
+            replies[rank] = self.ask("target", rank, "fetch", self.epoch, *options)
+            if rank in reads:
+                relays[nodes[rank]] = replies[rank].relays or {}
         return [replies[rank] for rank in self.tasks.target]
 
     def commit(self, version, before=None, after=None, chunk_bytes=1 << 30):
@@ -140,7 +184,7 @@ class Ends:
         """Do all of it; return the bytes that were fetched."""
         self.plan()
         fetched = self.fetch(self.stage(), version)
-        assert all("bytes" in reply for reply in fetched), fetched
+        assert all(reply.outcome == "done" for reply in fetched), fetched
         committed = self.commit(version, **options)
-        assert [reply["committed"] for reply in committed] == [version] * len(committed)
-        return sum(reply["bytes"] for reply in fetched)
+        assert [(reply.outcome, reply.version) for reply in committed] == [("done", version)] * len(committed)
+        return sum(reply.length for reply in fetched)

@@ -55,20 +55,6 @@ class Holder:
         """Return the tensors of `weights`, and one that cannot be written."""
         return {**self.weights(), "table": np.broadcast_to(np.zeros(1), (4,))}
 
-    def tied(self):
-        """Return one tensor by two names."""
-        return {"first": self.norm, "second": self.norm}
-
-    def untied(self):
-        """Return two tensors, whose first two elements are those of "norm"."""
-        return {"first": self.norm, "second": np.append(self.norm[:2], np.zeros(3, self.norm.dtype))}
-
-    def set_norm(self, values):
-        self.norm[...] = values
-
-    def get_norm(self):
-        return self.norm
-
     def note(self):
         self.calls.append("note")
 

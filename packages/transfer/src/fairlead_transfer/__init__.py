@@ -10,9 +10,8 @@
 (True, 1048576)
 """
 
-from ._layout import Layout
+from ._layout import Layout, LocalTensor
 from ._link import Link
-from ._local import LocalTensor
 from ._pieces import PieceTable
 from ._plan import TensorSet, TransferPlan, reshard
 from ._report import TransferExplanation, TransferReport

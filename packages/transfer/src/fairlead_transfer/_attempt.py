@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attempt to bring a version to the target ranks: three rounds of requests, and what may go wrong in each."""
+"""One attempt to bring a version to the target ranks: rounds of requests, and what may go wrong in each."""
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 from fairlead_workergroup.spi import wait_for_turn
 
 from ._descriptions import compare_replicas, one_sided
-from ._remote.transport import explain_failure
+from ._remote.replies import Committed, Described, Fetched, Refused
 from ._report import Costs, TransferReport
-from ._routes import Route, Router, Staged
-from ._side import Requests, Side, describe_reply, first_error
-from ._states import States
+from ._routes import Route, Router
+from ._side import Requests, Side, States, describe_reply, first_error
 from ._tasks import CommitOptions
 from .exceptions import LayoutMismatchError, Phase, RankFailure, TransferError
 
@@ -22,10 +21,11 @@ RESTART = "Start lost workers again with `restart_failed_workers()` of their gro
 MORE_TIME = (
     "See what the late ranks do with `detect_stuck_workers(0)` of their group; if they make progress, give more time."
 )
-FIX = "Fix the method that failed, then send again."
+FIX = "Correct what failed, then send again."
 SEND = "Send the version again from the source, with `send(version, again=True)`, or send a new one."
 
 Blamed = Literal["source", "target"]
+_Value = TypeVar("_Value", Described, Fetched)
 
 
 class _Repeat(Exception):
@@ -54,8 +54,8 @@ class Attempt:
     check_replicas: str
     in_order: bool
     _compares: bool = False
-    _route: Route | None = None
-    _replies: dict[int, Any] = field(default_factory=dict)
+    route: Route | None = None
+    staged: Mapping[int, Described] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.epoch = self.next_epoch()
@@ -84,50 +84,44 @@ class Attempt:
         """Have all ranks describe their tensors; return the route, for people."""
         self._look()
         try:
-            self._describe(self.source.lost, stage=False)
+            self._collect(self._sources(self.source.lost), range(len(self.target.members)), None)
             return self.router.kept or self.router.make(self.source.lost)
         finally:
             self.release()
 
-    def fetch_again(self, staged: Staged | None, ranks: Collection[int]) -> bool:
-        """Have some target ranks stage what the source ranks have kept; return whether that was possible."""
+    def fetch_again(self, ranks: Collection[int], last: "Attempt | None") -> bool:
+        """Have some target ranks stage what the source ranks have kept of an attempt; return whether they could."""
         self._look(ranks)
-        if staged is None or staged.version != self.version or not staged.is_kept(self.source, ranks):
+        if last is None or (route := last.route) is None or not route.targets.issuperset(ranks):
             return False
         with self._releasing(ranks):
-            self._collect_targets(ranks)
-            if any(self.target.ends[rank].described != staged.described.get(rank) for rank in ranks):
+            self._collect((), ranks, None)
+            self.route, self._compares, tasks, ends = route, False, route.tasks.target, self.target.ends
+            if any(ends[rank].described != route.described[rank] or tasks[rank]["local"] for rank in ranks):
                 return False
-            self._route, self._replies = staged.route, dict(staged.replies)
-            self._compares = all("held" in reply["staged"] for reply in self._replies.values())
             try:
-                replies = self._fetch(staged.route, ranks, self._replies)
+                self._fetch(replace(route, targets=frozenset(ranks)), last.staged)
             except _Repeat:
                 return False
-            return all("bytes" in reply for reply in replies.values())
+            return True
 
     def move_from_replicas(self, ranks: Collection[int], good: Collection[int]) -> None:
         """Have some target ranks stage what other target ranks hold."""
         self._look(ranks)
         with self._releasing(ranks):
             if self.source.method is None or not good:
-                text = f"No rank holds version {self.version} any more. {SEND}"
+                text = f"No rank holds version {self.version} any more that could be read. {SEND}"
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs the version"), text)
             self.source.look()
-            arguments = (self.epoch, self.source.method, 0, None, 0, False, False)
-            requests = self.source.ask(good, "source", lambda rank: arguments)
-            self._costs.rounds += 1
-            for rank, value in self._values("collect", self.source, requests).items():
-                self.source.note_description(rank, value)
-            self._collect_targets(ranks, counts=False)
+            self._collect(good, ranks, None)
             try:
-                self._route = self.router.make_from_replicas(self.source, good, ranks)
+                self.route = route = self.router.make_from_replicas(self.source, good, ranks)
             except LayoutMismatchError as error:
                 text = f"No rank holds this version of some tensors any more:\n{error}\n{SEND}"
                 raise self._error("collect", "target", dict.fromkeys(ranks, "it needs them"), text) from None
             self._compares = True
             try:
-                self._stage_and_fetch(self._route)
+                self._fetch(route, self._collect(good, (), route))
             except _Repeat as repeat:
                 raise self._error("move", "target", repeat.reasons, RESTART) from None
 
@@ -155,24 +149,17 @@ class Attempt:
             if not reply.late:
                 ends[rank].unconfirmed = None
             if reply.is_good:
-                if (reason := self.states.note(rank, ends[rank], reply.value)) is not None:
+                committed = Committed(*reply.value)
+                if (reason := self.states.note(ends[rank], committed)) is not None:
                     failures[rank] = reason
-                self._costs.note(rank, reply.value, "commit")
+                self._costs.note("commit", rank, committed.commit_s)
             else:
                 failures[rank] = describe_reply(reply)
         if failures:
             text = "The next `send`, or `sync()`, brings these ranks forward; lost workers have to be restarted first."
             raise self._error("commit", "target", failures, text) from first_error(replies)
-        if self._compares and self._route is not None:
-            self.router.note_compared(self._route)
-
-    def staged(self) -> Staged | None:
-        """Return what the source ranks keep."""
-        route = self._route
-        if route is None:
-            return None
-        described = {rank: self.target.ends[rank].described for rank in route.targets}
-        return Staged(self.version, route, dict(self._replies), dict(self.source.ends), described)
+        if self._compares and self.route is not None:
+            self.router.note_compared(self.route)
 
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Have the ends drop the tensors of this attempt; of the target all, or those of some ranks."""
@@ -190,8 +177,8 @@ class Attempt:
 
     def report(self, total_s: float) -> TransferReport:
         """Return what the attempt has done."""
-        assert self._route is not None
-        return self._costs.report(self.version, self._route.plan, self._route.tasks, total_s, compared=self._compares)
+        assert self.route is not None
+        return self._costs.report(self.version, self.route.plan, self.route.tasks, total_s, compared=self._compares)
 
     # -- the rounds ----------------------------------------------------------------------------------------------------
 
@@ -203,161 +190,124 @@ class Attempt:
         if lost:
             raise self._error("collect", "target", lost, RESTART)
 
+    def _sources(self, lost: Collection[int]) -> list[int]:
+        return [member.rank for member in self.source.members if member.rank not in lost]
+
     def _move(self, lost: Mapping[int, str]) -> Route:
-        self._replies = {}
-        self._describe(lost, stage=True)
-        try:
-            self._route = route = (None if lost else self.router.kept) or self.router.make(lost)
-        except LayoutMismatchError as error:
-            if not lost:
-                raise
-            text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
-            raise self._error("collect", "source", lost, text) from None
-        if self._replies:
-            compare_replicas(self._replies)
-            self._fetch(route, route.targets, self._replies)
-        else:
-            self._compares = self.router.needs_digests(route, self.check_replicas)
-            self._stage_and_fetch(route)
+        route, targets = None if lost else self.router.kept, range(len(self.target.members))
+        staged = self._collect(self._sources(lost), targets, route)
+        if route is None or self.router.kept is not route or not staged:
+            try:
+                route = (None if lost else self.router.kept) or self.router.make(lost)
+            except LayoutMismatchError as error:
+                if not lost:
+                    raise
+                text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
+                raise self._error("collect", "source", lost, text) from None
+            staged = self._collect(self._sources(lost), (), route)
+        self.route, self.staged = route, staged
+        compare_replicas({rank: reply.digests or {} for rank, reply in staged.items()})
+        self._fetch(route, staged)
         return route
 
-    def _describe(self, lost: Collection[int], *, stage: bool) -> None:
-        """Have all ranks describe their tensors; stage them at once where the last route still holds."""
-        kept = self.router.kept if not lost else None
-        if kept is not None and any(self.source.ends[rank].tasks_id != kept.tasks.number for rank in kept.sources):
-            kept = None
-        number = kept.tasks.number if kept is not None and stage else 0
-        self._compares = self.router.needs_digests(kept, self.check_replicas)
-        sources = [member.rank for member in self.source.members if member.rank not in lost]
-        arguments = self.source.method, number, self._compares, self.states.unconfirmed
-        requests = self.source.ask(
-            sources,
-            "source",
-            lambda rank: (self.epoch, arguments[0], self.source.ends[rank].number, None, *arguments[1:]),
-            alone_within_s=self._left_alone() if number else None,
-        )
-        targets = self._ask_targets(range(len(self.target.members)))
-        self._costs.rounds += 1
-        values = self._values("collect", self.source, requests, targets)
-        self._note(self.source, values)
-        self._note(self.target, self._values("collect", self.target, targets))
-        if number and self.router.kept is kept and all("staged" in value for value in values.values()):
-            self._replies = values
-            for rank, value in values.items():
-                self._costs.note(rank, value, "stage")
+    def _collect(self, sources: Collection[int], targets: Collection[int], route: Route | None) -> dict[int, Described]:
+        """Have ranks describe their tensors, and source ranks stage them at once if there is a route.
 
-    def _ask_targets(self, ranks: Iterable[int]) -> Requests:
-        method, ends = self.target.method, self.target.ends
-        if method is None:
-            return {}
-        return self.target.ask(ranks, "target", lambda rank: (self.epoch, method, ends[rank].number))
-
-    def _collect_targets(self, ranks: Iterable[int], *, counts: bool = True) -> None:
-        self._costs.rounds += counts
-        self._note(self.target, self._values("collect", self.target, self._ask_targets(ranks)))
-
-    def _refuse(self, side: Side, values: Mapping[int, Any]) -> None:
-        """Raise if there are tensors that cannot travel."""
-        refused = [
-            one_sided("source" if side is self.source else "target", name, f"rank {rank}", why)
-            for rank, value in values.items()
-            for name, why in value.get("refused", ())
-            if "tensors" not in value or not self.router.selection.excludes(name)
-        ]
-        if refused:
-            raise LayoutMismatchError(tuple(refused))
-
-    def _note(self, side: Side, values: Mapping[int, Any]) -> None:
-        """Note descriptions."""
-        self._refuse(side, values)
-        for rank, value in values.items():
-            self._costs.note(rank, value, "collect")
-            side.note_description(rank, value)
-
-    def _stage_and_fetch(self, route: Route) -> None:
-        """Have source ranks stage and target ranks fetch at once: a target waits for the replies of its sources."""
-        requests = self._ask_to_stage(route)
-        staged = {rank: ref for rank, (_, ref) in requests.items()}
-        fetches = self._ask_to_fetch(route, route.targets, staged)
-        self._costs.rounds += 1
-        self._replies = self._values("stage", self.source, requests, fetches)
-        for rank, value in self._replies.items():
-            self._note_staged(route, rank, value)
-        compare_replicas(self._replies)
-        self._wait_for_fetches(route, fetches)
-
-    def _ask_to_stage(self, route: Route) -> Requests:
-        """Have source ranks stage a version."""
-        tasks, ends, fresh = route.tasks, self.source.ends, self.states.unconfirmed
+        The replies of the source ranks are returned if all have staged them: their tensors are still as the route has
+        them.
+        """
+        number, ends, fresh = route.tasks.number if route else 0, self.source.ends, self.states.unconfirmed
+        self._compares = self.source.name == "replica" or self.router.needs_digests(route, self.check_replicas)
 
         def arguments(rank: int) -> tuple[Any, ...]:
-            known = ends[rank].tasks_id == tasks.number
-            mine = None if known else tasks.source[rank]
-            return self.epoch, None, ends[rank].number, mine, tasks.number, self._compares, fresh
+            tasks = route.tasks.source[rank] if route and ends[rank].tasks_id != number else None
+            return self.epoch, self.source.method, ends[rank].number, tasks, number, self._compares, fresh
 
         # No method may change the tensors while they are staged, so that a version is one state of them.
-        return self.source.ask(sorted(route.sources), "source", arguments, alone_within_s=self._left_alone())
+        within_s = self._left_alone() if route else None
+        requests = self.source.ask(sources, "describe", arguments, alone_within_s=within_s)
+        method, asked = self.target.method, dict[int, Any]()
+        if method is not None:
+            known = self.target.ends
+            asked = self.target.ask(targets, "describe", lambda rank: (self.epoch, method, known[rank].number))
+        phase: Phase = "collect" if targets else "stage"
+        replies = self._replies(phase, self.source, requests, Described, asked)
+        self._note(self.source, replies)
+        if asked:
+            self._note(self.target, self._replies("collect", self.target, asked, Described, counts=False))
+        if route is None or any(reply.channels is None for reply in replies.values()):
+            if not targets:
+                raise self._error("stage", "source", dict.fromkeys(sources, "its tensors change meanwhile"), FIX)
+            return {}
+        for rank, reply in replies.items():
+            ends[rank].tasks_id = number
+            self._costs.note("stage", rank, reply.stage_s)
+        return replies
 
-    def _note_staged(self, route: Route, rank: int, value: Mapping[str, Any]) -> None:
-        self.source.ends[rank].tasks_id = route.tasks.number
-        self._costs.note(rank, value, "stage")
+    def _note(self, side: Side, replies: Mapping[int, Described]) -> None:
+        """Note descriptions; refuse tensors that cannot travel."""
+        self._refuse(side, {rank: reply.refused for rank, reply in replies.items()})
+        for rank, reply in replies.items():
+            self._costs.note("collect", rank, reply.collect_s)
+            side.note_description(rank, reply)
 
-    def _fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> dict[int, Any]:
-        self._costs.rounds += 1
-        return self._wait_for_fetches(route, self._ask_to_fetch(route, ranks, staged))
+    def _refuse(self, side: Side, refused: Mapping[int, Refused]) -> None:
+        """Raise if there are tensors that cannot travel."""
+        name = "source" if side is self.source else "target"
+        wrong = [one_sided(name, tensor, f"rank {rank}", why) for rank in refused for tensor, why in refused[rank]]
+        if wrong:
+            raise LayoutMismatchError(tuple(wrong))
 
-    def _ask_to_fetch(self, route: Route, ranks: Collection[int], staged: Mapping[int, Any]) -> Requests:
-        reads = route.tasks.find_reads(ranks, self.target.nodes)
-        relays: dict[int, Any] = {
-            reader: {"reads": sorted(places), "fresh": self.states.unconfirmed} for reader, places in reads.items()
-        }
+    def _fetch(self, route: Route, staged: Mapping[int, Described]) -> None:
+        """Have target ranks fetch: first those that read over the network for their nodes, then the others."""
+        nodes = self.target.nodes
+        reads = route.tasks.find_reads(route.targets, nodes)
+        relays = {nodes[rank]: reply.relays for rank, reply in self._fetch_by(reads, route, staged, reads, {}).items()}
+        self._fetch_by(route.targets.difference(reads), route, staged, {}, relays)
+
+    def _fetch_by(
+        self,
+        ranks: Collection[int],
+        route: Route,
+        staged: Mapping[int, Described],
+        reads: Mapping[int, Any],
+        relays: Mapping[str, Any],
+    ) -> dict[int, Fetched]:
+        """Have some ranks fetch; `relays` has by node what is read there."""
+        if not ranks:
+            return {}
+        fresh, nodes = self.states.unconfirmed, self.target.nodes
 
         def arguments(rank: int) -> tuple[Any, ...]:
             mine, number = route.tasks.target[rank], route.tasks.number
-            sources = {*mine["sources"], *(source for source, _ in reads.get(rank, ()))}
-            replies = {source: staged[source] for source in sorted(sources)}
+            places = reads.get(rank, ())
+            channels = {source: staged[source].channels for source in {*mine["sources"], *(one for one, _ in places)}}
             sent = None if self.target.ends[rank].tasks_id == number else mine
-            return self.epoch, self.version, sent, number, replies, relays.get(rank), self._left_alone()
+            mapped = relays.get(nodes[rank], {})
+            return self.epoch, self.version, sent, number, channels, places, fresh, mapped, self._left_alone()
 
-        # The ranks that read over the network for their nodes first: the others wait for their replies.
-        requests = self.target.ask(sorted(reads), "fetch", arguments)
-        others = sorted(set(ranks).difference(reads))
-        for rank in others:
-            if (reader := route.tasks.find_reader(rank, reads, self.target.nodes)) is not None:
-                relays[rank] = {"reply": requests[reader][1]}
-        return requests | self.target.ask(others, "fetch", arguments)
-
-    def _wait_for_fetches(self, route: Route, fetches: Requests) -> dict[int, Any]:
-        values = self._values("move", self.target, fetches)
-        self._refuse(self.target, values)
-        blocked = [
-            (source, rank, *why) for rank, value in values.items() for source, why in value.get("blocked", {}).items()
-        ]
-        if blocked:
-            for pair in blocked:
-                self.router.block(self.source, *pair)
-            raise _Repeat({pair[0]: f"it could not be read by {pair[2]}: {pair[3]}" for pair in blocked}, lost=False)
-        for rank, value in values.items():
-            if "bytes" not in value:
-                self._fail_for_source(rank, value)
+        replies = self._replies("move", self.target, self.target.ask(sorted(ranks), "fetch", arguments), Fetched)
+        self._refuse(self.target, {rank: reply.refused for rank, reply in replies.items()})
+        for rank, reply in replies.items():
+            if reply.outcome != "done":
+                raise self._unread(rank, reply)
             self.target.ends[rank].tasks_id = route.tasks.number
-            self._costs.note(rank, value, "move")
-        return values
+            self._costs.note("move", rank, reply.move_s)
+            self._costs.bytes_moved += reply.length
+        return replies
 
-    def _fail_for_source(self, rank: int, value: Mapping[str, Any]) -> NoReturn:
-        """Raise the error of a target rank that did not get what a source rank has staged."""
+    def _unread(self, rank: int, reply: Fetched) -> Exception:
+        """Return the error of a target rank that did not get what a source rank has staged."""
         self.source.look()
-        source = next((value[key] for key in ("lost", "overwritten", "unstaged") if key in value), None)
-        if source is not None and (source in self.source.lost or "lost" in value):
-            why = f"target rank {rank} could not read from it: {value.get('reason', 'it was lost')}"
-            raise _Repeat({source: self.source.lost.get(source, why)}, lost=True)
-        if "overwritten" in value:
-            raise _Repeat({value["overwritten"]: "what it had staged was overwritten before it was read"}, lost=False)
-        if "waiting" in value:
-            reasons = dict.fromkeys(value["waiting"], f"what it staged did not reach target rank {rank} in time")
-            raise self._error("move", "source", reasons, MORE_TIME)
-        blamed: tuple[Blamed, int] = ("target", rank) if source is None else ("source", source)
-        raise self._error("move", blamed[0], {blamed[1]: explain_failure(value)}, "Send again.")
+        source = reply.source
+        if reply.outcome == "unplanned":
+            return self._error("move", "target", {rank: "it has lost the plan, as after a restart"}, "Send again.")
+        if source in self.source.lost or reply.outcome == "lost":
+            why = self.source.lost.get(source, f"target rank {rank} could not read from it: {reply.reason}")
+            return _Repeat({source: why}, lost=True)
+        if reply.outcome == "overwritten":
+            return _Repeat({source: reply.reason}, lost=False)
+        return self._error("move", "source", {source: f"target rank {rank} waits for it: {reply.reason}"}, MORE_TIME)
 
     # -- replies and failures ------------------------------------------------------------------------------------------
 
@@ -369,13 +319,24 @@ class Attempt:
         left = self._left()
         return left - min(1.0, 0.1 * left)
 
-    def _values(self, phase: Phase, side: Side, requests: Requests, others: Requests | None = None) -> dict[int, Any]:
-        """Wait for the replies of a round; return their values. `others` are cancelled if one of these fails."""
+    def _replies(
+        self,
+        phase: Phase,
+        side: Side,
+        requests: Requests,
+        kind: type[_Value],
+        others: Requests | None = None,
+        *,
+        counts: bool = True,
+    ) -> dict[int, _Value]:
+        """Wait for the replies of a round. `others` are cancelled if one of these fails; `counts` makes it a round."""
+        self._costs.rounds += counts
         replies = side.wait(requests, self._left())
         bad = {rank: reply for rank, reply in replies.items() if not reply.is_good}
-        superseded = [rank for rank, reply in replies.items() if reply.is_good and "superseded" in reply.value]
+        values = {rank: kind(*reply.value) for rank, reply in replies.items() if reply.is_good}
+        superseded = [rank for rank, value in values.items() if value.outcome == "superseded"]
         if not bad and not superseded:
-            return {rank: reply.value for rank, reply in replies.items()}
+            return values
         side.cancel(requests, replies)
         self.target.cancel(others or {}, {})
         name: Blamed = "target" if side is self.target else "source"

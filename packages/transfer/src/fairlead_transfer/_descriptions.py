@@ -144,12 +144,12 @@ def check_dtypes(source: Tensors, target: Tensors, selection: Selection) -> dict
     return wrong
 
 
-def compare_replicas(replies: Mapping[int, Any]) -> None:
+def compare_replicas(digests: Mapping[int, Mapping[Any, int]]) -> None:
     """Refuse source ranks that hold the same box with other bytes, by a LayoutMismatchError with these tensors."""
     seen: dict[Any, tuple[int, int]] = {}
     wrong: dict[str, Mismatch] = {}
-    for rank, value in replies.items():
-        for key, digest in value["staged"].get("held", {}).items():
+    for rank, held in digests.items():
+        for key, digest in held.items():
             other, expected = seen.setdefault(key, (rank, digest))
             if digest != expected:
                 text = f"they hold the same box with different bytes, at {key[1]}: synchronise the replicas"

@@ -14,6 +14,23 @@ from fairlead_sharding import NamedSharding
 Boxes = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class LocalTensor:
+    """The box of a tensor that this rank holds, for anything that is neither replicated nor a DTensor.
+
+    A worker whose Python lacks this package may return any object with these three attributes.
+
+    Attributes:
+        tensor: the local part, a numpy array or a torch tensor.
+        global_shape: the shape of the whole tensor.
+        offsets: the first index of the local part in each dim.
+    """
+
+    tensor: Any
+    global_shape: Sequence[int]
+    offsets: Sequence[int]
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The box that each rank holds of a tensor.

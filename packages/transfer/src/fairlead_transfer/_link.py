@@ -5,7 +5,6 @@ import contextlib
 import functools
 import itertools
 import math
-import pickle
 import threading
 import time
 import uuid
@@ -15,15 +14,13 @@ from typing import Literal, get_args
 
 from fairlead_placement.extension import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup.spi import Need, add_state, check_calls
+from fairlead_workergroup.spi import check_calls
 
 from ._attempt import Attempt
 from ._descriptions import make_selection
-from ._remote.entry import check_version
 from ._report import TransferExplanation, TransferReport
-from ._routes import Router, Staged, Transport
-from ._side import Side, pickled
-from ._states import States
+from ._routes import Router, Transport
+from ._side import Side, States
 from ._tasks import CommitOptions
 from .exceptions import StaleWeightsError, State, TransferError
 
@@ -108,13 +105,10 @@ class Link:
         self._check_replicas: CheckReplicas = check_replicas
         self._epochs = itertools.count(1)
         self._version: int | None = None
-        self._staged: Staged | None = None
+        self._last: Attempt | None = None
         self._closed = False
         self._guards: list[Callable[[], None]] = []
         self._lock = threading.RLock()  # a signal handler may close the link
-        name = f"link from {source_group.name_prefix} ({self._id[:6]})"
-        end_showing = add_state(target_group, name, functools.partial(_read_versions, weakref.ref(self)))
-        self._end_showing = weakref.finalize(self, end_showing)
         sides = self._source, self._target
         release_when_dropped(self, functools.partial(_describe_leak, *sides), functools.partial(_release, *sides))
 
@@ -145,8 +139,8 @@ class Link:
 
         Raises:
             TypeError, ValueError: a bad argument, a version that is not larger, or a link that has been closed.
-            LayoutMismatchError: the tensors do not fit, replicas of the source differ, or two tensors that the target
-                keeps in one memory have different values in the source; nothing has been applied.
+            LayoutMismatchError: the tensors do not fit, replicas of the source differ, or tensors of the target cannot
+                be written, as those that share memory; nothing has been applied.
             TransferError: a rank is dead or late, or a method of a worker has failed; says which rank, in which phase.
             WorkerGroupError: a group has been shut down.
         """
@@ -161,7 +155,7 @@ class Link:
             attempt = self._attempt(self._source, version, deadline)
             ranks = attempt.move_all()
             # The decision: from here on there is no way back.
-            self._version, self._staged = version, attempt.staged()
+            self._version, self._last = version, attempt
             attempt.commit(ranks, self._commit)
             return attempt.report(time.monotonic() - began)
 
@@ -195,26 +189,26 @@ class Link:
             if not chosen:
                 return None
             attempt = self._attempt(self._source, version, deadline)
-            if attempt.fetch_again(self._staged, chosen):
+            if attempt.fetch_again(chosen, self._last):
                 attempt.commit(chosen, self._commit)
-            else:
-                good = {rank for rank, state in self._states.read().items() if state == version} - chosen
-                replicas = Side("replica", self._target.group, self._id, self._target.method)
-                attempt = self._attempt(replicas, version, deadline)
-                try:
-                    attempt.move_from_replicas(chosen, good)
-                    attempt.commit(chosen, self._commit)
-                finally:
-                    replicas.close()
+                return attempt.report(time.monotonic() - began)
+            good = {rank for rank, state in self._states.read().items() if state == version} - chosen
+            replicas = Side("replica", self._target.group, self._id, self._target.method)
+            attempt = self._attempt(replicas, version, deadline)
+            try:
+                attempt.move_from_replicas(chosen, good)
+                attempt.commit(chosen, self._commit)
+            finally:
+                replicas.close()
             return attempt.report(time.monotonic() - began)
 
     def versions(self) -> dict[int, State]:
         """Return what each target rank holds, without a request to it.
 
         Returns:
-            By rank: the version. None if the rank holds nothing that this link has sent: after a restart, or after
-            another link of this process has sent into the same tensors. "inconsistent" if some tensors are of another
-            version than others, and "committing" if the rank has not confirmed a decided version.
+            By rank: the version that this link has put there. None if it has put none, as after a restart.
+            "inconsistent" if some tensors are of another version than others, and "committing" if the rank has not
+            confirmed a decided version.
 
         Raises:
             WorkerGroupError: the target group has been shut down.
@@ -225,10 +219,10 @@ class Link:
         """Refuse calls of the target group whose ranks do not all hold the last version, until `close`.
 
         A rank holds none before the first `send`, after a restart, and when it has joined or has moved to another
-        process; `sync` brings it up. While a version is put into place, calls are refused too. Each call that passes
-        comes before that on all ranks, or after it; on asyncio workers, a rank that it reaches later refuses it. Calls
-        that other processes make are not refused, and a call with `retries` is repeated on what its lost ranks hold
-        then.
+        process; `sync` brings it up. While a version is put into place, calls are refused too. Each call that passes is
+        sent before that to all ranks, or after it; Ray may deliver it late to workers whose async methods overlap.
+        Calls that other processes make are not refused, and a call with `retries` is repeated on what its lost ranks
+        hold then.
 
         Args:
             methods: the methods that need the weights; none given stands for all of the group.
@@ -245,7 +239,7 @@ class Link:
         for method in methods:
             with contextlib.suppress(TypeError):  # it takes arguments
                 self._target.group.at().explain(method)
-        check = functools.partial(_check_versions, weakref.ref(self), (self._id, self._target.name), methods)
+        check = functools.partial(_check_versions, weakref.ref(self), methods)
         self._guards.append(check_calls(self._target.group, check))
         return self._guards[-1]
 
@@ -270,11 +264,9 @@ class Link:
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
-            self._end_showing()
+            self._closed, self._last = True, None
             for end_guard in self._guards:
                 end_guard()
-            self._staged = None
             _release(self._source, self._target)
 
     def __enter__(self) -> "Link":
@@ -313,29 +305,17 @@ class Link:
             self._lock.release()
 
 
-def _read_versions(reference: "weakref.ref[Link]") -> dict[int, State]:
-    """Return what the target ranks of a link hold; nothing once it has been dropped."""
-    link = reference()
-    return {} if link is None else link.versions()
-
-
 def _check_versions(
-    reference: "weakref.ref[Link]", key: tuple[str, str], methods: Collection[str], method: str, ranks: Sequence[int]
-) -> Need | None:
-    """Refuse a call of ranks that do not hold the last version of a link; return that they need it."""
+    reference: "weakref.ref[Link]", methods: Collection[str], method: str, ranks: Sequence[int]
+) -> None:
+    """Refuse a call of ranks that do not hold the last version of a link."""
     link = reference()
     if link is None or (methods and method not in methods):
-        return None
+        return
     held, needed = link.versions(), link.version
     stale = {rank: held.get(rank) for rank in ranks if needed is None or held.get(rank) != needed}
     if stale or needed is None:
         raise StaleWeightsError(method, needed, stale)
-    make_error = pickle.dumps(functools.partial(_stale_error, method, needed))
-    return Need(pickled(check_version), (key, needed, make_error))
-
-
-def _stale_error(method: str, needed: int, rank: int, held: State) -> StaleWeightsError:
-    return StaleWeightsError(method, needed, {rank: held})
 
 
 def _describe_leak(source: Side, target: Side) -> str:

@@ -15,9 +15,6 @@ from ._layout import Layout
 
 Ints = npt.NDArray[np.int64]
 
-# The exact spread takes about a microsecond for each piece; of more pieces, the senders take turns.
-MOST_EXACT = 20_000
-
 
 @dataclass(frozen=True, eq=False)
 class PieceTable:
@@ -126,12 +123,7 @@ def make_pieces(
 class _Grid:
     """The cells into which the edges of all boxes of two layouts cut a tensor.
 
-    Args:
-        source, target: the layouts.
-
-    Attributes:
-        sources, targets: the ranks of each distinct box of the source and of the target.
-        corners: of the distinct boxes of the source, and of the target, in numbers of edges.
+    `sources` and `targets` are the ranks of each distinct box, and `corners` those boxes in numbers of edges.
     """
 
     def __init__(self, source: Layout, target: Layout) -> None:
@@ -195,12 +187,9 @@ def _counts(rows: Ints) -> Ints:
 
 
 def _holder_sets(box: Ints, cell: Ints, cells: Ints, sources: Sets) -> tuple[Sets, Ints]:
-    """Return sets of source ranks, and the number of the set that holds each of `cells`.
+    """Return sets of source ranks, and the number of the set that holds each of `cells`, which ascend.
 
-    Args:
-        box, cell: the cells of each distinct source box.
-        cells: the cells in question, ascending.
-        sources: the ranks of each distinct source box.
+    `box` and `cell` are the cells of each distinct source box, whose ranks `sources` has.
     """
     kept = np.isin(cell, cells)
     box, cell = box[kept], cell[kept]
@@ -249,26 +238,20 @@ def _sets_on_nodes(holders: Sets, sets: Ints, nodes: Ints, source_nodes: Ints) -
 def _spread(sets: Sets, of_row: Ints, weights: Ints, load: npt.NDArray[np.float64], tensors: int) -> Ints:
     """Choose a rank of its set for each row, so that all ranks get about the same bytes; add the bytes to `load`.
 
-    Returns:
-        The chosen ranks, of shape (tensors, rows): each further tensor takes the next rank of the set.
+    Returned is an array of shape (tensors, rows): each further tensor takes the next rank of the set.
     """
     lengths = sets.lengths[of_row]
     role = np.zeros(len(of_row), np.int64)
     open_rows = np.flatnonzero(lengths > 1)
     order = open_rows[np.lexsort((-weights[open_rows], of_row[open_rows]))]
-    if len(order) > MOST_EXACT:
-        counts = _counts(of_row[order])
-        position = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-        role[order] = position % lengths[order]
-    else:
-        heaps: dict[int, list[tuple[float, int]]] = {}
-        for row, number, weight in zip(order.tolist(), of_row[order].tolist(), weights[order].tolist(), strict=True):
-            heap = heaps.get(number)
-            if heap is None:
-                ranks = sets.ranks[sets.begins[number] : sets.begins[number + 1]]
-                heap = heaps[number] = [(sent, at) for at, sent in enumerate(load[ranks].tolist())]
-            sent, role[row] = heap[0]
-            heapq.heapreplace(heap, (sent + weight, int(role[row])))
+    heaps: dict[int, list[tuple[float, int]]] = {}
+    for row, number, weight in zip(order.tolist(), of_row[order].tolist(), weights[order].tolist(), strict=True):
+        heap = heaps.get(number)
+        if heap is None:
+            ranks = sets.ranks[sets.begins[number] : sets.begins[number + 1]]
+            heap = heaps[number] = [(sent, at) for at, sent in enumerate(load[ranks].tolist())]
+        sent, role[row] = heap[0]
+        heapq.heapreplace(heap, (sent + weight, int(role[row])))
     turns = (role + np.arange(tensors)[:, None]) % lengths
     chosen = sets.ranks[sets.begins[of_row] + turns]
     load += np.bincount(chosen.ravel(), np.tile(weights, tensors), minlength=len(load))

@@ -2,13 +2,13 @@
 """The cost of a transfer, and the way of the next one, for people and programs."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ._display import as_bytes, table_text
 from ._plan import TransferPlan
 from ._tasks import Tasks
+from .exceptions import Phase
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,15 @@ class TransferReport:
     rounds: int
     replicas_compared: bool
 
-    def _caption(self) -> str:
+    def __str__(self) -> str:
         transports = ", ".join(f"{name} ({pairs} pairs)" for name, pairs in self.transports.items())
-        return (
+        caption = (
             f"version {self.version}: {as_bytes(self.bytes_moved)} moved, {as_bytes(self.bytes_between_nodes)} between "
             f"nodes, in {self.total_s:.3f} s and {self.rounds} rounds, by {transports or 'no transport'}"
             f"{', replicas compared' if self.replicas_compared else ''}"
         )
-
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        for phase, seconds in self.seconds.items():
-            yield phase, f"{seconds:.3f}", str(self.slowest.get(phase, ""))
-
-    def __str__(self) -> str:
-        return table_text(self._caption(), ("phase", "seconds", "slowest rank"), list(self._rows()))
+        rows = [(phase, f"{took:.3f}", str(self.slowest.get(phase, ""))) for phase, took in self.seconds.items()]
+        return table_text(caption, ("phase", "seconds", "slowest rank"), rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,36 +62,25 @@ class TransferExplanation:
     transports: Mapping[tuple[int, int], str]
     reasons: Mapping[str, str]
 
-    def _rows(self) -> list[tuple[str, str, str]]:
-        counts = Counter(self.transports.values())
-        return [(name, str(pairs), self.reasons.get(name, "")) for name, pairs in counts.items()]
-
-    def _bound(self) -> str:
-        plan = self.plan
-        return f"{as_bytes(plan.bytes_moved)} move between processes; the lower bound is {as_bytes(plan.lower_bound)}"
-
     def __str__(self) -> str:
-        return f"{self.plan}\n" + table_text(self._bound(), ("transport", "pairs of ranks", "why"), self._rows())
+        moved, bound = as_bytes(self.plan.bytes_moved), as_bytes(self.plan.lower_bound)
+        counts = Counter(self.transports.values())
+        rows = [(name, str(pairs), self.reasons.get(name, "")) for name, pairs in counts.items()]
+        caption = f"{moved} move between processes; the lower bound is {bound}"
+        return f"{self.plan}\n" + table_text(caption, ("transport", "pairs of ranks", "why"), rows)
 
 
 @dataclass
 class Costs:
-    """What one attempt has cost, from the replies of the workers.
+    """What one attempt has cost, from the replies of the workers."""
 
-    Attributes:
-        rounds: of requests.
-        bytes_moved: from one process to another.
-    """
-
-    rounds: int = 0
-    bytes_moved: int = 0
+    rounds: int = 0  # of requests
+    bytes_moved: int = 0  # from one process to another
     _measured: list[tuple[str, float, int]] = field(default_factory=list)
 
-    def note(self, rank: int, reply: Mapping[str, Any], phase: str) -> None:
-        """Note the time of a phase in a reply, and the bytes that this rank has fetched."""
-        if f"{phase}_s" in reply:
-            self._measured.append((phase, reply[f"{phase}_s"], rank))
-        self.bytes_moved += reply.get("bytes", 0)
+    def note(self, phase: Phase, rank: int, seconds: float) -> None:
+        """Note how long a phase took on a rank."""
+        self._measured.append((phase, seconds, rank))
 
     def report(
         self, version: int, plan: TransferPlan, tasks: Tasks, total_s: float, *, compared: bool

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which way tensors go: layouts, plan, tasks and transports, made again only when something has changed."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,16 +9,16 @@ from ._descriptions import Selection, Tensors, check_dtypes, read_side, with_ran
 from ._layout import Layout
 from ._plan import TransferPlan, find_mismatches, reshard
 from ._report import TransferExplanation
-from ._side import EndState, Side
+from ._side import Side
 from ._tasks import Tasks, make_tasks
 from .exceptions import LayoutMismatchError
 
 Transport = Literal["auto", "object_store"]
 
-FITS = {
-    "shared_memory": "the ranks are on one node, and the target can open the memory of the source",
-    "tcp": "the ranks are on different nodes, or cannot share memory",
-    "object_store": "the link uses nothing else, or the ranks cannot connect",
+REASONS = {
+    "shared_memory": "the ranks are on one node",
+    "tcp": "the ranks are on different nodes",
+    "object_store": "the link has transport='object_store'",
 }
 
 
@@ -30,34 +30,11 @@ class Route:
     tasks: Tasks  # for the workers
     sources: frozenset[int]  # the source ranks that take part
     targets: frozenset[int]  # the target ranks that take part
-
-
-@dataclass(frozen=True)
-class Staged:
-    """The parts of a version that the source ranks keep until the next one."""
-
-    version: int  # which one
-    route: Route  # by which it was staged
-    replies: Mapping[int, Any]  # of the source ranks, which say where it is
-    ends: Mapping[int, EndState]  # of the source ranks, which are others after a restart
-    described: Mapping[int, Any]  # the descriptions by the target ranks at that time
-
-    def is_kept(self, source: Side, ranks: Collection[int]) -> bool:
-        """Return whether the source ranks still have what some target ranks need."""
-        tasks = self.route.tasks.target
-        if not self.route.targets.issuperset(ranks):
-            return False
-        needed = {source for rank in ranks for source in tasks[rank]["sources"]}
-        same = all(source.ends.get(rank) is self.ends[rank] and rank not in source.lost for rank in needed)
-        return same and not any(tasks[rank]["local"] for rank in ranks)
+    described: dict[int, Any]  # what the target ranks have said of their tensors
 
 
 class Router:
-    """Makes the routes of a link, and keeps the last one.
-
-    Attributes:
-        selection, transport: as given.
-    """
+    """Makes the routes of a link, and keeps the last one."""
 
     def __init__(self, source: Side, target: Side, selection: Selection, transport: Transport) -> None:
         self._source = source
@@ -65,8 +42,6 @@ class Router:
         self.selection = selection
         self.transport: Transport = transport
         self._numbers = 0
-        # By the process that sends, the one that receives, and transport: why they cannot use it.
-        self._blocked: dict[tuple[tuple[int, int], tuple[int, int], str], str] = {}
         # The last route, and the processes and tensors that it was made for.
         self._kept: Route | None = None
         self._made_for: Any = None
@@ -96,19 +71,6 @@ class Router:
         if route is self.kept:
             self._compared = route
 
-    def block(self, side: Side, source: int, target: int, transport: str, reason: str) -> None:
-        """Note that two processes cannot use a transport, so that the next route takes another one.
-
-        Args:
-            side: the side that sends.
-            source: the source rank.
-            target: the target rank.
-            transport: the transport.
-            reason: why.
-        """
-        self._blocked[side.ends[source].process, self._target.ends[target].process, transport] = reason
-        self._kept = None
-
     def make(self, without: Collection[int] = ()) -> Route:
         """Make the route from the source, without some of its ranks, to all target ranks, and keep it."""
         source, target = self._source, self._target
@@ -130,33 +92,8 @@ class Router:
 
     def explain(self, route: Route) -> TransferExplanation:
         """Describe a route for people."""
-        used = sorted(set(route.tasks.transports.values()))
-        if self.transport != "auto":
-            return TransferExplanation(
-                route.plan, route.tasks.transports, {self.transport: f"transport={self.transport!r}"}
-            )
-        passed: dict[str, dict[str, None]] = {kind: {} for kind in used}
-        for pair, kind in route.tasks.transports.items():
-            passed[kind].update(dict.fromkeys(self._choose(self._source, *pair)[1]))
-        reasons = {}
-        for kind in used:
-            refused = list(passed[kind])
-            more = [f"and {len(refused) - 3} more"] if len(refused) > 3 else []
-            reasons[kind] = "; ".join([FITS[kind], *refused[:3], *more])
-        return TransferExplanation(route.plan, route.tasks.transports, reasons)
-
-    def _choose(self, side: Side, source: int, target: int) -> tuple[str, list[str]]:
-        """Return the transport of a pair of ranks, and why those before it in the order cannot be taken."""
-        if self.transport == "object_store":
-            return self.transport, []
-        processes, passed = (side.ends[source].process, self._target.ends[target].process), list[str]()
-        kinds = ("shared_memory", "tcp") if side.nodes[source] == self._target.nodes[target] else ("tcp",)
-        for kind in kinds:
-            reason = self._blocked.get((*processes, kind))
-            if reason is None:
-                return kind, passed
-            passed.append(f"{kind} cannot be taken: {reason}")
-        return "object_store", passed
+        transports = route.tasks.transports
+        return TransferExplanation(route.plan, transports, {kind: REASONS[kind] for kind in transports.values()})
 
     def _read(self, side: Side, ranks: Collection[int], *, renamed: bool = False) -> Tensors:
         described = [side.ends[member.rank].described if member.rank in ranks else None for member in side.members]
@@ -166,45 +103,29 @@ class Router:
     def _route(
         self, source: Side, held: Tensors, wanted: Tensors, sources: Collection[int], targets: Collection[int]
     ) -> Route:
-        self._numbers += 1
-
-        def choose(*pair: int) -> str:
-            return self._choose(source, *pair)[0]
-
-        plan, tasks = plan_tasks(
-            self._numbers,
-            held,
-            wanted,
-            self.selection,
-            (source.nodes, self._target.nodes),
-            choose,
+        if wrong := check_dtypes(held, wanted, self.selection):
+            others = [
+                mismatch for mismatch in find_mismatches(held.layouts, wanted.layouts) if mismatch.name not in wrong
+            ]
+            raise LayoutMismatchError((*wrong.values(), *others))
+        plan = reshard(
+            held.layouts,
+            wanted.layouts,
+            source_nodes=source.nodes,
+            target_nodes=self._target.nodes,
             same_processes=source.name == "source" and source.group is self._target.group,
         )
-        return Route(plan, tasks, frozenset(sources), frozenset(targets))
+        dtypes = {name: self.selection.travelling(dtype) for name, dtype in held.dtypes.items()}
 
+        def choose(sender: int, receiver: int) -> str:
+            if self.transport == "object_store":
+                return self.transport
+            return "shared_memory" if source.nodes[sender] == self._target.nodes[receiver] else "tcp"
 
-def plan_tasks(
-    number: int,
-    held: Tensors,
-    wanted: Tensors,
-    selection: Selection,
-    nodes: tuple[Sequence[str], Sequence[str]],
-    choose: Callable[[int, int], str],
-    *,
-    same_processes: bool = False,
-) -> tuple[TransferPlan, Tasks]:
-    """Return the plan from the nodes of the source to those of the target, and the tasks with this number.
-
-    `choose` returns the transport of a pair of ranks.
-    """
-    if wrong := check_dtypes(held, wanted, selection):
-        others = [mismatch for mismatch in find_mismatches(held.layouts, wanted.layouts) if mismatch.name not in wrong]
-        raise LayoutMismatchError((*wrong.values(), *others))
-    plan = reshard(
-        held.layouts, wanted.layouts, source_nodes=nodes[0], target_nodes=nodes[1], same_processes=same_processes
-    )
-    dtypes = {name: selection.travelling(dtype) for name, dtype in held.dtypes.items()}
-    return plan, make_tasks(number, plan, held, wanted, dtypes, choose)
+        self._numbers += 1
+        tasks = make_tasks(self._numbers, plan, held, wanted, dtypes, choose)
+        described = {rank: self._target.ends[rank].described for rank in targets}
+        return Route(plan, tasks, frozenset(sources), frozenset(targets), described)
 
 
 def whole_tensors(held: Tensors, ranks: int) -> Tensors:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One side of a link: the ends in the workers of a group, what they have described, and requests to them."""
+"""One side of a link: the ends in the workers of a group, what is known of them, and requests to them."""
 
 import functools
 import threading
@@ -14,6 +14,7 @@ from fairlead_workergroup.spi import Member, Reply, WorkerProcess, cancel, colle
 
 from ._remote.end import End
 from ._remote.entry import serve
+from ._remote.replies import Committed, Described
 from .exceptions import State
 
 SideName = Literal["source", "target", "replica"]
@@ -28,25 +29,15 @@ def pickled(function: Callable[..., Any]) -> bytes:
 
 @dataclass
 class EndState:
-    """The end in one worker, as the driver knows it.
+    """The end in one worker, as the driver knows it."""
 
-    Attributes:
-        process: the worker's process; a restarted rank has another one.
-        number: of the last description; 0 if there is none.
-        described: the tensors.
-        tasks_id: of the tasks that the end has.
-        installed: whether the worker has the code.
-        held: the version of a target.
-        unconfirmed: the commit that a target may still be at.
-    """
-
-    process: tuple[int, int]
-    number: int = 0
-    described: list[Any] | None = None
-    tasks_id: int = 0
-    installed: bool = False
-    held: State = None
-    unconfirmed: Any = None
+    process: tuple[int, int]  # the worker's; a restarted rank has another one
+    number: int = 0  # of the last description; 0 if there is none
+    described: list[Any] | None = None  # the tensors
+    tasks_id: int = 0  # of the tasks that the end has
+    installed: bool = False  # whether the worker has the code
+    held: State = None  # the version of a target
+    unconfirmed: Any = None  # the commit that a target may still be at
 
 
 @dataclass
@@ -155,12 +146,12 @@ class Side:
             }
         )
 
-    def note_description(self, rank: int, value: Mapping[str, Any]) -> None:
+    def note_description(self, rank: int, reply: Described) -> None:
         """Note what an end has said of its tensors."""
         state = self.ends[rank]
-        state.number = value["number"]
-        if value.get("tensors") is not None:
-            state.described = value["tensors"]
+        state.number = reply.number
+        if reply.tensors is not None:
+            state.described = reply.tensors
 
     def release(self, epoch: int, ranks: Collection[int] | None = None) -> None:
         """Have the living ends, or some of them, drop the tensors of an attempt, without waiting for it."""
@@ -175,6 +166,55 @@ class Side:
             return
         self.ask(self.live, "close", lambda rank: ())
         self.is_closed = True
+
+
+class States:
+    """The versions of the target ranks; what is known of a process goes with it."""
+
+    def __init__(self, target: Side) -> None:
+        self._target = target
+
+    def read(self) -> dict[int, State]:
+        """Return what each rank holds; a restarted one holds nothing."""
+        self._target.look()
+        members, ends = self._target.members, self._target.ends
+        pending = {ref: end for end in ends.values() if (ref := end.unconfirmed) is not None}
+        for ref in ray.wait([*pending], num_returns=len(pending), timeout=0)[0] if pending else ():
+            end = pending[ref]
+            try:
+                reply = Committed(*ray.get(ref))
+            except ray.exceptions.RayError:  # the roster will know that the worker is lost
+                reply = Committed("missing")
+            if end.unconfirmed is ref:  # no other thread has noted it
+                end.unconfirmed = None
+                self.note(end, reply)
+        present = {member.rank for member in members if member.failure is None and member.rank in ends}
+        return {member.rank: ends[member.rank].held if member.rank in present else None for member in members}
+
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether a rank may still be putting an earlier version into place."""
+        self.read()
+        return any(end.unconfirmed is not None for end in self._target.ends.values())
+
+    def decide(self, ranks: Iterable[int]) -> dict[int, EndState]:
+        """Note that ranks are to commit, and return their ends: from now on they hold the old version or the new."""
+        ends = {rank: self._target.ends[rank] for rank in ranks}
+        for end in ends.values():
+            end.held = "committing"
+        return ends
+
+    def note(self, end: EndState, reply: Committed) -> str | None:
+        """Note the reply to a commit; return why the rank has not committed, None if it has."""
+        if reply.outcome == "done":
+            end.held = reply.version
+            return None
+        if reply.inconsistent:
+            end.held = "inconsistent"
+        if reply.outcome == "failed":
+            return reply.error
+        text = "another attempt has superseded this one"
+        return text if reply.outcome == "superseded" else "it has lost what it had staged"
 
 
 def describe_reply(reply: Reply) -> str:

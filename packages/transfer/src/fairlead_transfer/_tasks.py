@@ -42,46 +42,23 @@ class CommitOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks for the workers of both sides.
-
-    Attributes:
-        number: of these tasks.
-        source: for each source rank.
-        target: for each target rank.
-        transports: the transport of each pair of ranks that exchange pieces.
-    """
+    """The tasks for the workers of both sides."""
 
     number: int
-    source: dict[int, dict[str, Any]]
-    target: dict[int, dict[str, Any]]
-    transports: dict[tuple[int, int], str] = field(default_factory=dict)
+    source: dict[int, dict[str, Any]]  # for each source rank
+    target: dict[int, dict[str, Any]]  # for each target rank
+    transports: dict[tuple[int, int], str]  # of each pair of ranks that exchange pieces
 
-    def find_reads(self, ranks: Collection[int], nodes: Sequence[str]) -> dict[int, set[tuple[int, int]]]:
-        """Return the target ranks that read over the network, one of each node, and what they read for all of it.
-
-        Args:
-            ranks: the target ranks that fetch.
-            nodes: the node of each target rank.
-
-        Returns:
-            By rank: pairs of a source rank and the number of its channel.
-        """
-        if "tcp" not in self.transports.values():
-            return {}
-        reader_of: dict[str, int] = {}
+    def find_reads(self, ranks: Collection[int], nodes: Sequence[str]) -> dict[int, list[tuple[int, int]]]:
+        """Return the target ranks that read over the network, one of each node, and what: source ranks and channels."""
+        readers: dict[str, int] = {}
         reads: dict[int, set[tuple[int, int]]] = {}
         for rank in sorted(ranks):
             for source, channels in self.target[rank]["sources"].items():
                 kinds = self.source[source]["channels"]
-                places = {(source, number) for number in channels if kinds[number]["kind"] == "tcp"}
-                if places:
-                    reads.setdefault(reader_of.setdefault(nodes[rank], rank), set()).update(places)
-        return reads
-
-    @staticmethod
-    def find_reader(rank: int, reads: Collection[int], nodes: Sequence[str]) -> int | None:
-        """Return the rank that reads over the network for the node of a rank; None if none does."""
-        return next((reader for reader in reads if nodes[reader] == nodes[rank]), None)
+                if places := {(source, number) for number in channels if kinds[number]["kind"] == "tcp"}:
+                    reads.setdefault(readers.setdefault(nodes[rank], rank), set()).update(places)
+        return {reader: sorted(places) for reader, places in reads.items()}
 
 
 class _Piece(NamedTuple):
@@ -89,9 +66,21 @@ class _Piece(NamedTuple):
 
     kind: str  # the transport
     sender: int  # the rank
-    at: int  # the number of the tensor
+    tensor: int  # its number
     start: tuple[int, ...]  # where it begins in the tensor
     size: tuple[int, ...]  # in each dim
+
+
+@dataclass
+class _Flows:
+    """Which pieces each rank stages, and which it fetches."""
+
+    transports: dict[tuple[int, int], str] = field(default_factory=dict)
+    readers: dict[_Piece, set[int]] = field(default_factory=dict)
+    # By target rank, with where the piece begins in its box.
+    fetches: dict[int, list[tuple[_Piece, tuple[int, ...]]]] = field(default_factory=dict)
+    # By target rank, what its own process holds: the tensor, its box there, its box in the source, and the sizes.
+    local: dict[int, list[Any]] = field(default_factory=dict)
 
 
 def make_tasks(
@@ -104,124 +93,108 @@ def make_tasks(
 ) -> Tasks:
     """Return the tasks that carry a plan out."""
     names = list(plan.names)
-    at_of = {name: at for at, name in enumerate(names)}
-    transports: dict[tuple[int, int], str] = {}
-    readers: dict[_Piece, set[int]] = {}
-    fetches: dict[int, list[tuple[_Piece, tuple[int, ...]]]] = {}
-    local: dict[int, list[Any]] = {}
-    for same in plan.tensor_sets:
-        pieces = same.pieces
-        receivers = pieces.receivers.tolist()
-        starts = list(map(tuple, pieces.starts.tolist()))
-        sizes = list(map(tuple, pieces.sizes.tolist()))
-        inside = list(map(tuple, (pieces.starts - same.target.offsets[pieces.receivers]).tolist()))
-        own = pieces.local.tolist()
-        for name, senders in zip(same.names, pieces.senders.tolist(), strict=True):
-            at = at_of[name]
-            for row, (sender, receiver) in enumerate(zip(senders, receivers, strict=True)):
-                if own[row]:
-                    begin = tuple((pieces.starts[row] - same.source.offsets[receiver]).tolist())
-                    boxes = _box(inside[row], sizes[row]), _box(begin, sizes[row])
-                    local.setdefault(receiver, []).append((at, *boxes, sizes[row]))
-                    continue
-                if (sender, receiver) not in transports:
-                    transports[sender, receiver] = transport(sender, receiver)
-                piece = _Piece(transports[sender, receiver], sender, at, starts[row], sizes[row])
-                readers.setdefault(piece, set()).add(receiver)
-                fetches.setdefault(receiver, []).append((piece, inside[row]))
-
-    channels: dict[int, list[dict[str, Any]]] = {}
-    place: dict[_Piece, tuple[int, _Block]] = {}
-    current: dict[tuple[int, str, frozenset[int]], int] = {}
-    whole = _find_whole(readers, [source.layouts[name] for name in names])
-    whole_blocks: dict[tuple[int, int], tuple[int, int, tuple[int, ...]]] = {}
-
-    for piece in sorted(readers, key=lambda piece: KINDS.index(piece.kind)):
-        kind, sender, at, start, size = piece
-        mine, layout = channels.setdefault(sender, []), source.layouts[names[at]]
-        nodes = plan.target_nodes[list(readers[piece])].tolist() if kind != "shared_memory" else ()
-        key = sender, kind, frozenset(nodes)
-        last = current.get(key)
-        if last is None:
-            last = current[key] = len(mine)
-            mine.append({"kind": kind, "blocks": [], "size": 0})
-        channel = mine[last]
-        box = _box([begin - int(offset) for begin, offset in zip(start, layout.offsets[sender], strict=True)], size)
-        if kind == "shared_memory" and (sender, at) in whole:
-            all_of_it = tuple(layout.sizes[sender].tolist())
-            if (sender, at) not in whole_blocks:
-                whole_box = _box((0,) * len(all_of_it), all_of_it)
-                whole_blocks[sender, at] = _add_block(channel, at, whole_box, all_of_it, layout)
-            block = *whole_blocks[sender, at], box if all_of_it != size else None
-        else:
-            block = *_add_block(channel, at, box, size, layout), None
-        place[piece] = last, block
-
+    numbers = {name: index for index, name in enumerate(names)}
+    flows = _find_flows(plan, numbers, transport)
+    channels, blocks = _lay_out(flows, plan, [source.layouts[name] for name in names])
+    common = {"id": number, "dtypes": [dtypes[name] for name in names]}
+    source_names = [source.own_names[name] for name in names]
     source_tasks = {
         rank: {
-            "id": number,
+            **common,
             "library": source.library,
-            "names": [source.own_names[name] for name in names],
-            "dtypes": [dtypes[name] for name in names],
+            "names": source_names,
             "channels": channels.get(rank, []),
             "held": [],
         }
         for rank in range(len(plan.source_nodes))
     }
-    _add_replicas(source_tasks, plan, at_of)
-    target_tasks = {}
-    for rank in range(len(plan.target_nodes)):
-        sources: dict[int, dict[int, list[Any]]] = {}
-        length = 0
-        for piece, begin in fetches.get(rank, ()):
-            channel_at, block = place[piece]
-            ordered = sources.setdefault(piece.sender, {}).setdefault(channel_at, [])
-            ordered.append((piece.at, _box(begin, piece.size), block))
-            length += math.prod(piece.size) * target.layouts[names[piece.at]].itemsize
-        # Each rank begins with another source, so that not all read from the first one at once.
-        order = sorted(sources, key=lambda sender: (sender - rank) % len(plan.source_nodes))
-        target_tasks[rank] = {
-            "id": number,
+    _add_replicas(source_tasks, plan, numbers)
+    itemsizes = [target.layouts[name].itemsize for name in names]
+    target_tasks = {
+        rank: {
+            **common,
             "library": target.library,
             "names": [target.own_names[name] for name in names],
-            "source_names": [source.own_names[name] for name in names],
-            "dtypes": [dtypes[name] for name in names],
+            "source_names": source_names,
             "shapes": [target.layouts[name].shape for name in names],
-            "sources": {sender: sources[sender] for sender in order},
-            "local": local.get(rank, []),
-            "bytes": length,
+            "sources": _order_sources(flows.fetches.get(rank, ()), blocks, rank, len(plan.source_nodes)),
+            "local": flows.local.get(rank, []),
+            "bytes": sum(math.prod(piece.size) * itemsizes[piece.tensor] for piece, _ in flows.fetches.get(rank, ())),
         }
-    return Tasks(number, source_tasks, target_tasks, transports)
+        for rank in range(len(plan.target_nodes))
+    }
+    return Tasks(number, source_tasks, target_tasks, flows.transports)
 
 
-# The number of a block in its channel, where it begins, its sizes, and the part of it that is meant.
-_Block = tuple[int, int, tuple[int, ...], tuple[slice, ...] | None]
+def _find_flows(plan: TransferPlan, numbers: Mapping[str, int], transport: Callable[[int, int], str]) -> _Flows:
+    """Return the pieces of a plan by the ranks that stage and fetch them."""
+    flows = _Flows()
+    for same in plan.tensor_sets:
+        pieces = same.pieces
+        receivers, own = pieces.receivers.tolist(), pieces.local.tolist()
+        starts, sizes = list(map(tuple, pieces.starts.tolist())), list(map(tuple, pieces.sizes.tolist()))
+        inside = list(map(tuple, (pieces.starts - same.target.offsets[pieces.receivers]).tolist()))
+        for name, senders in zip(same.names, pieces.senders.tolist(), strict=True):
+            index = numbers[name]
+            for row, pair in enumerate(zip(senders, receivers, strict=True)):
+                receiver = pair[1]
+                if own[row]:
+                    begin = tuple((pieces.starts[row] - same.source.offsets[receiver]).tolist())
+                    boxes = _box(inside[row], sizes[row]), _box(begin, sizes[row])
+                    flows.local.setdefault(receiver, []).append((index, *boxes, sizes[row]))
+                    continue
+                if pair not in flows.transports:
+                    flows.transports[pair] = transport(*pair)
+                piece = _Piece(flows.transports[pair], pair[0], index, starts[row], sizes[row])
+                flows.readers.setdefault(piece, set()).add(receiver)
+                flows.fetches.setdefault(receiver, []).append((piece, inside[row]))
+    return flows
 
 
-def _find_whole(pieces: Iterable[_Piece], layouts: Sequence[Layout]) -> set[tuple[int, int]]:
-    """Return the senders and tensors of which all is wanted in shared memory: one copy is less work than many."""
-    wanted: dict[tuple[int, int], int] = {}
-    for kind, sender, at, _, size in pieces:
-        wanted[sender, at] = wanted.get((sender, at), 0) + math.prod(size) * (kind == "shared_memory")
-    return {(sender, at) for (sender, at), size in wanted.items() if size >= layouts[at].sizes[sender].prod()}
+def _lay_out(
+    flows: _Flows, plan: TransferPlan, layouts: Sequence[Layout]
+) -> tuple[dict[int, list[dict[str, Any]]], dict[_Piece, tuple[int, int]]]:
+    """Return the channels of each source rank; and for each piece the number of its channel, and where it is there.
+
+    Ranks of one node share one channel in memory. What goes elsewhere has a channel for each set of nodes that want it.
+    """
+    channels: dict[int, list[dict[str, Any]]] = {}
+    blocks: dict[_Piece, tuple[int, int]] = {}
+    numbers: dict[tuple[int, str, frozenset[int]], int] = {}
+    for piece, readers in sorted(flows.readers.items(), key=lambda item: KINDS.index(item[0].kind)):
+        kind, sender, index, start, size = piece
+        mine, layout = channels.setdefault(sender, []), layouts[index]
+        nodes = plan.target_nodes[list(readers)].tolist() if kind != "shared_memory" else ()
+        number = numbers.setdefault((sender, kind, frozenset(nodes)), len(mine))
+        if number == len(mine):
+            mine.append({"kind": kind, "blocks": [], "size": 0})
+        channel = mine[number]
+        begin = [at - int(offset) for at, offset in zip(start, layout.offsets[sender], strict=True)]
+        channel["blocks"].append((index, _box(begin, size), size, channel["size"]))
+        blocks[piece] = number, channel["size"]
+        channel["size"] += -(-math.prod(size) * layout.itemsize // ALIGNED) * ALIGNED
+    return channels, blocks
 
 
-def _add_block(
-    channel: dict[str, Any], at: int, box: tuple[slice, ...], size: tuple[int, ...], layout: Layout
-) -> tuple[int, int, tuple[int, ...]]:
-    """Add a block to a channel; return its number, offset and sizes."""
-    added = len(channel["blocks"]), channel["size"], size
-    channel["blocks"].append((at, box, size, channel["size"]))
-    channel["size"] += -(-math.prod(size) * layout.itemsize // ALIGNED) * ALIGNED
-    return added
+def _order_sources(
+    fetches: Iterable[tuple[_Piece, tuple[int, ...]]], blocks: Mapping[_Piece, tuple[int, int]], rank: int, ranks: int
+) -> dict[int, dict[int, list[Any]]]:
+    """Return what a target rank fetches, by source rank and channel: tensors, boxes there, sizes and places."""
+    sources: dict[int, dict[int, list[Any]]] = {}
+    for piece, begin in fetches:
+        number, place = blocks[piece]
+        entry = piece.tensor, _box(begin, piece.size), piece.size, place
+        sources.setdefault(piece.sender, {}).setdefault(number, []).append(entry)
+    # Each rank begins with another source, so that not all read from the first one at once.
+    return {sender: sources[sender] for sender in sorted(sources, key=lambda sender: (sender - rank) % ranks)}
 
 
 def _box(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     """Return the index of a box, made here once and not in each send."""
-    return tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-def _add_replicas(tasks: Mapping[int, dict[str, Any]], plan: TransferPlan, at_of: Mapping[str, int]) -> None:
+def _add_replicas(tasks: Mapping[int, dict[str, Any]], plan: TransferPlan, numbers: Mapping[str, int]) -> None:
     """Add what several source ranks hold, of which each computes the digest when they are compared."""
     for same in plan.tensor_sets:
         boxes = {
@@ -230,8 +203,8 @@ def _add_replicas(tasks: Mapping[int, dict[str, Any]], plan: TransferPlan, at_of
         }
         offsets, ends = same.source.offsets, same.source.offsets + same.source.sizes
         for start, size in boxes.items():
-            end = [at + length for at, length in zip(start, size, strict=True)]
+            end = [begin + length for begin, length in zip(start, size, strict=True)]
             holders = np.flatnonzero(((offsets <= start) & (ends >= end)).all(axis=1)).tolist()
             for rank in holders if len(holders) > 1 else ():
-                begin = tuple(at - int(offset) for at, offset in zip(start, offsets[rank], strict=True))
-                tasks[rank]["held"] += [((name, start), at_of[name], _box(begin, size), size) for name in same.names]
+                begin = tuple(first - int(offset) for first, offset in zip(start, offsets[rank], strict=True))
+                tasks[rank]["held"] += [((name, start), numbers[name], _box(begin, size)) for name in same.names]

@@ -88,10 +88,7 @@ class StaleWeightsError(Exception):
 
     def __str__(self) -> str:
         rows = [(str(rank), "nothing" if state is None else str(state)) for rank, state in self.held.items()]
-        if any(isinstance(state, int) and state > (self.needed or 0) for state in self.held.values()):
-            advice = "A later one came while the call was on its way; other ranks may have run it. Make the call again."
-        else:
-            advice = "Send a version first." if self.needed is None else "Bring them up with `sync()` of the link."
+        advice = "Send a version first." if self.needed is None else "Bring them up with `sync()` of the link."
         caption = (
             f"{self.method!r} was not called: {len(self.held)} rank(s) do not hold version {self.needed}. {advice}"
         )

@@ -4,18 +4,21 @@
 import asyncio
 import pickle
 import socket
-import subprocess
-import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fairlead_transfer import TransferError
-from fairlead_transfer._remote.sockets import MOST_UNPROVEN, Gone, Late, Listener, connect, reserve
+from fairlead_transfer import RankFailure, TransferError
+from fairlead_transfer._remote.segment import Segments
+from fairlead_transfer._remote.sockets import MOST_UNPROVEN, Gone, Late, Listener, connect, introduce, listen
 from fairlead_transfer.adapters._buckets import BucketShape, Packer, Unpacker
-from fairlead_transfer.adapters._channel import Channel, send_all
+from fairlead_transfer.adapters._intake import Intake
 from fairlead_transfer.adapters._members import make_memberships
-from fairlead_transfer.adapters._shares import Intake, Offer
+from fairlead_transfer.adapters._messages import receive as receive_message
+from fairlead_transfer.adapters._messages import send_all
+from fairlead_transfer.adapters._transfer import Copied, Start, Transfer
 from fairlead_transfer.adapters.verl import FairleadCheckpointEngine
 
 from ..engines import digest, leave_nothing, make_weights
@@ -31,8 +34,8 @@ def nothing_left():
         yield
 
 
-def make_engines(senders, receivers, bucket=4096, timeout=10.0, exited=None, nodes=None, dtype=None):
-    """Return engines that have joined a transfer; the process of one of them has exited, as the others know it.
+def make_engines(senders, receivers, bucket=4096, timeout=10.0, nodes=None, dtype=None):
+    """Return engines that have joined a transfer.
 
     With `nodes`, the engines believe that they are on different hosts, and cannot share memory.
     """
@@ -40,9 +43,6 @@ def make_engines(senders, receivers, bucket=4096, timeout=10.0, exited=None, nod
     metadata = [engine.prepare() for engine in engines]
     for member, node in zip(metadata, nodes or (), strict=nodes is not None):
         member["node"] = node
-    if exited is not None:
-        with subprocess.Popen([sys.executable, "-c", ""]) as process:
-            metadata[exited]["pid"] = process.pid
     sides = FairleadCheckpointEngine.build_topology(senders, receivers, metadata)
     for one, place in zip(engines, [place for side in sides for place in side["membership"]], strict=True):
         one.init_process_group(pickle.loads(pickle.dumps(place)))
@@ -205,23 +205,9 @@ def test_receiver_that_is_late(late):
         one.finalize()
 
 
-def test_receiver_that_exits_before_it_connects():
-    """All others learn of it long before the deadline."""
-    engines = make_engines(1, 2, timeout=30.0, exited=2)
-    began = time.monotonic()
-    results = asyncio.run(run_all(engines[0].send_weights(iter(make_weights(1)), 5), receive(engines[1])))
-    for error in results:
-        assert isinstance(error, TransferError)
-        assert "target rank 1 on node" in str(error)
-        assert "its process has exited" in str(error)
-    assert time.monotonic() - began < 15
-    for one in engines:
-        one.finalize()
-
-
 def test_leader_that_exits_before_others_connect():
     """A process that cannot connect learns that the first sender has exited long before the deadline."""
-    engines = make_engines(1, 1, timeout=30.0, exited=0)
+    engines = make_engines(1, 1, timeout=30.0)
     engines[0].finalize()
     began = time.monotonic()
     (error,) = asyncio.run(run_all(receive(engines[1])))
@@ -245,19 +231,20 @@ def test_cancelled_before_it_connects():
 def test_error_of_a_later_bucket(monkeypatch, side):
     """What a process cannot do in a later bucket is its error, with the version, and says that engines have a part."""
     engines = make_engines(2, 1)
-    chosen = engines[1 if side == "source" else 2]._stream
+    chosen = engines[1 if side == "source" else 2]
 
     def fail(part, bucket, *args, **options):
-        if part in (chosen._offer, chosen._intake) and bucket:
+        if part in chosen._current and bucket % 2:
             raise OSError("too many open files")
         return done(part, bucket, *args, **options)
 
-    changed, name = (Offer, "end") if side == "source" else (Intake, "read")
+    changed, name = (Segments, "end") if side == "source" else (Intake, "read")
     done = getattr(changed, name)
     monkeypatch.setattr(changed, name, fail)
     sent = [one.send_weights(iter(make_weights(1)), 5) for one in engines[:2]]
     results = asyncio.run(run_all(*sent, receive(engines[2])))
-    for error in results[:1] if side == "source" else results:
+    assert str(results[1 if side == "source" else 2]) == "too many open files"
+    for error in results[::2] if side == "source" else results[:2]:
         assert isinstance(error, TransferError)
         assert (error.phase, error.version, error.versions) == ("commit", 5, {0: "inconsistent"})
         assert f"{side} rank {int(side == 'source')} on node" in str(error)
@@ -276,7 +263,7 @@ def test_places():
         make_memberships(metadata, 2)
     for one in engines:
         one.finalize()
-    member = {"bucket_bytes": 1, "token": b"t", "pid": 1, "address": ("10.0.0.1", 7), "local_address": ("127.0.0.1", 8)}
+    member = {"bucket_bytes": 1, "token": b"t", "address": ("10.0.0.1", 7), "local_address": ("127.0.0.1", 8)}
     for nodes, listening, address in (("aaaa", 1, "127.0.0.1"), ("abbb", 1, "10.0.0.1"), ("aabb", 2, "10.0.0.1")):
         places = make_memberships([{**member, "node": node} for node in nodes], 2)
         assert [place.number for place in places if place.listens] == list(range(listening))
@@ -344,12 +331,12 @@ def test_failure_that_every_process_survives():
 def test_members_that_do_not_read():
     """A message to all reaches those that read, although others do not; it takes one deadline for all."""
     pairs = [socket.socketpair() for _ in range(20)]
-    channels = {number: Channel(ours) for number, (ours, _) in enumerate(pairs)}
+    channels = {number: ours for number, (ours, _) in enumerate(pairs)}
     message = b"x" * (8 << 20)  # more than a connection holds
     deadline = time.monotonic() + 60
 
     def read_all():
-        received = [Channel(theirs).receive(deadline) for _, theirs in pairs[10:]]
+        received = [receive_message(theirs, deadline) for _, theirs in pairs[10:]]
         for _, theirs in pairs[:10]:
             theirs.close()
         return received
@@ -367,18 +354,17 @@ def test_members_that_do_not_read():
 
 
 def test_strangers():
-    """A port refuses connections until it is needed; strangers are turned away unread, and hold up no member."""
-    reserved = reserve("127.0.0.1")
-    address = reserved.getsockname()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(address, 1).close()
-    with pytest.raises(Late):
-        connect(address, SECRET, 1, time.monotonic() + 0.2, lambda: False)
+    """Strangers are turned away unread, and hold up no member; a member waits until somebody answers."""
+    listening = listen("127.0.0.1")
+    address = listening.getsockname()
+    with connect(address, time.monotonic() + 5) as early, pytest.raises(Late):
+        introduce(early, SECRET, 1, time.monotonic() + 0.2)
     members = []
-    listener = Listener(reserved, SECRET, lambda number, connection: members.append((number, connection)))
+    listener = Listener(listening, SECRET, lambda number, connection: members.append((number, connection)))
     deadline = time.monotonic() + 30
     silent = [socket.create_connection(address, 5) for _ in range(2 * MOST_UNPROVEN)]
-    member = connect(address, SECRET, 7, deadline, lambda: False)
+    member = connect(address, deadline)
+    introduce(member, SECRET, 7, deadline)
     while not members and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [number for number, _ in members] == [7]
@@ -386,9 +372,54 @@ def test_strangers():
         stranger.sendall(b"x" * 200)
         stranger.settimeout(5)
         assert len(stranger.recv(100)) <= 32  # the question, and no answer
-    with pytest.raises(Gone):
-        connect(address, b"w" * 32, 1, deadline, lambda: False)
+    with connect(address, deadline) as stranger, pytest.raises(Gone):
+        introduce(stranger, b"w" * 32, 1, deadline)
     assert len(members) == 1
     listener.close()
+    with pytest.raises(Gone, match="does not listen"):
+        connect(address, deadline)
     for connection in (*silent, member, members[0][1]):
         connection.close()
+
+
+def test_finalize_while_a_bucket_is_copied(monkeypatch):
+    """A transfer that still runs in another thread opens no memory after its engine was finalized."""
+    engines = make_engines(1, 1)
+    began, finalized, done = threading.Event(), threading.Event(), Intake.read
+
+    def read(*args, **options):
+        began.set()
+        assert finalized.wait(30)
+        return done(*args, **options)
+
+    monkeypatch.setattr(Intake, "read", read)
+    sent = engines[0].send_weights(iter(make_weights(1)), 5)
+    with leave_nothing(), ThreadPoolExecutor(1) as threads:
+        running = threads.submit(asyncio.run, run_all(sent, receive(engines[1])))
+        assert began.wait(30)
+        for one in engines:
+            one.finalize()
+        finalized.set()
+        errors = running.result(30)  # which keep what their frames refer to
+    assert all(isinstance(error, Exception) for error in errors), errors
+
+
+def test_error_that_was_sent_before_the_end():
+    """A process that cannot send to one that has failed raises the error that this one has sent."""
+    member = {
+        "bucket_bytes": 1,
+        "token": b"t",
+        "address": ("10.0.0.1", 7),
+        "local_address": ("127.0.0.1", 8),
+        "node": "a",
+    }
+    ours, theirs = socket.socketpair()
+    transfer = Transfer(make_memberships([member] * 3, 1)[2], 5, 10.0)
+    transfer.connections[0] = ours
+    killed = TransferError("move", 5, (RankFailure("target", 0, "a", "it was killed"),), {}, "Send again.")
+    for message in (Start(), killed):
+        assert send_all({0: theirs}, [0], message, time.monotonic() + 10) == (set(), {})
+    theirs.close()
+    with pytest.raises(TransferError, match="target rank 0 on node a: it was killed"):
+        transfer.tell([0], Copied(0))
+    transfer.close()

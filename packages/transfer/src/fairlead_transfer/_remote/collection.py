@@ -2,13 +2,13 @@
 """The tensors that methods of the user's return in one worker."""
 
 import inspect
-from collections.abc import Collection as Names
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
 
-from .tensors import check_tensors, check_writable, describe, is_same_memory, look, resolve
+from .replies import Described
+from .tensors import check_tensors, describe, look
 
 
 async def call(worker: Any, method: str | None, *args: Any) -> Any:
@@ -20,29 +20,20 @@ async def call(worker: Any, method: str | None, *args: Any) -> Any:
 
 
 class Collection:
-    """The tensors of one end, as they were collected last.
-
-    Attributes:
-        values: the part of each tensor that this process holds; empty between two attempts.
-        number: of the description; 0 if there is none.
-    """
+    """The tensors of one end, as they were collected last."""
 
     def __init__(self) -> None:
-        self.values: Mapping[str, Any] = {}
-        self.number = 0
-        # How often the tensors were in other memory than before, and whether they were the last time.
-        self.moves = 0
-        self.has_moved = False
+        self.values: Mapping[str, Any] = {}  # the part of each that this process holds; empty between two attempts
+        self.number = 0  # of the description; 0 if there is none
+        self.described: list[tuple[Any, ...]] = []
+        self.moves = 0  # how often the tensors were in other memory than before
         self._marks: list[Any] = []
-        self._described: list[tuple[Any, ...]] = []
 
-    def note(self, values: Any, method: str, known: int) -> dict[str, Any]:
+    def note(self, values: Any, method: str, known: int) -> Described:
         """Note what a method has returned; return the reply to a driver that knows the description of a number."""
         if wrong := self._look(values, method):
-            return {"number": self.number, "refused": wrong}
-        if self.number == known:
-            return {"number": known, "tensors": None}
-        return {"number": self.number, "tensors": self._described}
+            return Described(number=self.number, refused=wrong)
+        return Described(number=self.number, tensors=None if self.number == known else self.described)
 
     def _look(self, values: Any, method: str) -> list[tuple[str, str]]:
         """Note the tensors that a method has returned; if some are refused, return their names and the reasons."""
@@ -51,50 +42,37 @@ class Collection:
         except (AttributeError, TypeError, ValueError):
             looked = {}  # `check_tensors` says what is wrong
         marks = [(name, mark) for name, (mark, _) in looked.items()]
-        self.has_moved = not marks or marks != self._marks
-        if self.has_moved:
+        if not marks or marks != self._marks:
             self.moves += 1
             if wrong := check_tensors(values, method):
                 return wrong
             # Only the storage may have changed, of which the driver knows nothing.
             described = [(name, *describe(value)) for name, value in values.items()]
-            if described != self._described or not self.number:
-                self.number, self._described = self.number + 1, described
+            if described != self.described or not self.number:
+                self.number, self.described = self.number + 1, described
             self._marks = marks
         self.values = {name: local for name, (_, local) in looked.items()}
         return []
 
-    def note_again(self, values: Any, method: str, names: Names[str]) -> None:
-        """Note the tensors that the target holds now; `before` may have replaced those that were collected.
-
-        Raises:
-            ValueError: what has been staged does not fit those with these names.
-        """
-        expected = {entry[0]: entry[1:] for entry in self._described if entry[0] in names}
+    def note_again(self, values: Any, method: str, names: Iterable[str]) -> None:
+        """Note the tensors that the target holds now; ValueError if what has been staged does not fit those named."""
+        expected = {entry[0]: entry[1:] for entry in self.described if entry[0] in names}
         wrong = dict(self._look(values, method))
-        wrong = wrong or {name: why for name, why in check_writable(self.values) if name in names}
-        found = {entry[0]: entry[1:] for entry in self._described}
-        wrong |= {name: "another box or dtype" for name, entry in expected.items() if found.get(name) != entry}
+        now = {entry[0]: entry[1:] for entry in self.described}
+        wrong |= {name: "another box or dtype" for name, entry in expected.items() if now.get(name) != entry}
         if wrong:
             raise ValueError(f"the tensors of the target have changed since they were collected: {wrong}")
 
-    def find_copies(self, again: Any, names: Names[str] | None = None) -> list[tuple[str, str]]:
-        """Return the tensors that a method returns in new memory each time, with the reason why they are refused.
 
-        Args:
-            again: the result of a second call of the method, while the values of the first one are kept.
-            names: the tensors in question; None for all.
-        """
-        first, second = self.values, {name: look(value)[1] for name, value in again.items()}
-        why = "the method returns a copy of it each time, so new values would be lost: return the tensor itself"
-        return [
-            (name, why)
-            for name, local in first.items()
-            if (names is None or name in names)
-            and 0 not in local.shape
-            and (name not in second or not is_same_memory(local, second[name]))
-        ]
+def find_copies(first: Mapping[str, Any], again: Any) -> list[tuple[str, str]]:
+    """Return the tensors that a method returns in new memory each time, and why not to.
 
-    def resolve(self) -> None:
-        """Have the memory of the values hold them; that of a lazy conjugate or negative does not."""
-        self.values = {name: resolve(local) for name, local in self.values.items()}
+    `again` is the result of a second call of the method, while the tensors of the first one are kept.
+    """
+    second = {name: look(value)[1] for name, value in again.items()}
+    why = "the method returns a copy of it each time, so new values would be lost: return the tensor itself"
+    return [
+        (name, why)
+        for name, local in first.items()
+        if 0 not in local.shape and (name not in second or look(local)[0] != look(second[name])[0])
+    ]

@@ -33,15 +33,3 @@ def note_weights(held: int | str | None) -> None:
     record = getattr(sys.modules.get("_fairlead_worker"), "record", None)
     if record is not None:
         record.note_weights(held if isinstance(held, int) and 0 <= held < 1 << 63 else None)
-
-
-def check_version(key: tuple[str, str], needed: int, make_error: bytes) -> None:
-    """Refuse a method that was called when the end held another version; a link that has been closed refuses none.
-
-    The caller gets the error that the pickled function returns for the rank and what it holds.
-    """
-    end = find_shared("ends", {}).get(key)
-    if end is not None and end.held != needed:
-        refusal: Any = ray.exceptions.RayError(f"This worker holds version {end.held}, and the call needs {needed}.")
-        refusal.fairlead_error = make_error, end.held
-        raise refusal

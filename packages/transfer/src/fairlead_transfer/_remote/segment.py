@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a source rank shares with processes of its node.
+"""Memory that a process shares with others of its node.
 
 It is an anonymous file (`memfd_create`), which others open through the process's open files, so that nothing is left
 behind however the process ends. It never shrinks, because a reader would die of SIGBUS; a larger one is a new file.
@@ -10,28 +10,31 @@ content changed while it was read.
 import mmap
 import os
 import struct
+import threading
 import weakref
 from collections.abc import Collection
 from typing import Any
 
-from .tensors import copy_all, part, view_parts
-from .transport import Blocked, Overwritten, Read, Transport, Write
+from .replies import Unreadable
 
 NAME = "fairlead-transfer"
 # Token, then the generation; the same again at the end.
 MARK = "<16sQ"
 HEAD = 64
+ENDED = "The transfer has ended: it was closed, or its caller has given up."
+
+
+class Unread(Exception):
+    """What another process, given by a key, has staged could not be read; says why."""
+
+    def __init__(self, outcome: Unreadable, source: Any, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+        self.source = source
 
 
 class Segment:
-    """The owner's side.
-
-    Attributes:
-        size: bytes of the content.
-        token: what tells this segment from others.
-        generation: of the content.
-        file: the descriptor of its file.
-    """
+    """The owner's side; the generation is that of its content."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -64,15 +67,58 @@ class Segment:
         self._close()
 
 
+class Segments:
+    """Segments by key, made when they are needed, and used again for as many bytes."""
+
+    def __init__(self) -> None:
+        self._segments: dict[Any, Segment] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def begin(self, key: Any, size: int, *, fresh: bool = False) -> memoryview:
+        """Return the memory of a segment, a new one if `fresh`; ValueError after `close`: a thread may still run."""
+        with self._lock:
+            if self._closed:
+                raise ValueError(ENDED)
+            segment = self._segments.get(key)
+            if segment is None or segment.size != size or fresh:
+                self._discard([key])
+                segment = self._segments[key] = Segment(size)
+            return segment.begin()
+
+    def end(self, key: Any) -> tuple[Any, ...]:
+        """Return where others find the content of a segment, which is written."""
+        with self._lock:
+            if self._closed:
+                raise ValueError(ENDED)
+            return self._segments[key].end()
+
+    def open(self, token: bytes, generation: int, length: int) -> int | None:
+        """Return a descriptor, which the caller closes, of a segment with so many bytes of a generation, or None."""
+        with self._lock:
+            for segment in self._segments.values():
+                if segment.token == token and segment.generation == generation and length <= segment.size:
+                    return os.dup(segment.file)  # the segment may be closed while its content is sent
+        return None
+
+    def keep_only(self, keys: Collection[Any]) -> None:
+        """Close all other segments."""
+        with self._lock:
+            self._discard(set(self._segments).difference(keys))
+
+    def _discard(self, keys: Collection[Any]) -> None:
+        for segment in [self._segments.pop(key) for key in keys if key in self._segments]:
+            segment.close()
+
+    def close(self) -> None:
+        """Close all segments."""
+        with self._lock:
+            self._closed = True
+            self._discard(list(self._segments))
+
+
 class Mapping:
-    """A reader's side.
-
-    Args:
-        description: what `Segment.end` returned.
-
-    Raises:
-        OSError: the segment cannot be opened from this process, or another one was found; says why.
-    """
+    """A reader's side; OSError or ValueError if the segment cannot be opened from this process."""
 
     def __init__(self, description: tuple[Any, ...]) -> None:
         pid, file, size, self.token, _ = description
@@ -80,8 +126,7 @@ class Mapping:
         try:
             if not os.readlink(f"/proc/self/fd/{opened}").startswith(f"/memfd:{NAME}"):
                 raise OSError(f"process {pid} of this process's namespace is another one")
-            if os.fstat(opened).st_size < size + 2 * HEAD:
-                raise OSError(f"process {pid} of this process's namespace shares another segment")
+            size = min(size, os.fstat(opened).st_size - 2 * HEAD)  # of another segment, as the token will tell
             self._page = mmap.mmap(opened, size + 2 * HEAD, prot=mmap.PROT_READ)
         finally:
             os.close(opened)
@@ -95,92 +140,5 @@ class Mapping:
 
     def holds(self, generation: int) -> bool:
         """Return whether the content is that of a generation, and no writer is at it."""
-        marks = [struct.unpack_from(MARK, self._page, at) for at in (HEAD + self._size, 0)]
+        marks = [struct.unpack_from(MARK, self._page, place) for place in (HEAD + self._size, 0)]
         return marks == [(self.token, generation)] * 2
-
-
-class SharedMemory(Transport):
-    """The transport between processes of one node that can map each other's memory."""
-
-    def __init__(self) -> None:
-        self._segments: dict[int, Segment] = {}
-        self._outgoing: dict[int, tuple[Any, list[Any]]] = {}
-        # By source rank and channel.
-        self._mapped: dict[tuple[int, int], Mapping] = {}
-        self._incoming: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
-        self._used: list[tuple[Mapping, int]] = []
-
-    def stage(self, write: Write) -> Any:
-        """Copy the blocks into a segment, which is kept from one send to the next."""
-        tools, number, size, blocks, order, fresh = write
-        segment = self._segments.get(number)
-        if segment is None or segment.size != size or fresh:
-            if segment is not None:
-                self._discard(self._segments.pop(number))
-            try:
-                segment = self._segments[number] = self._make(size)
-            except (AttributeError, OSError) as error:
-                raise Blocked(f"it has no anonymous file (memfd_create): {type(error).__name__}: {error}") from error
-            self._outgoing.pop(number, None)
-        content = segment.begin()
-        known, views = self._outgoing.get(number, (None, []))
-        if known != order:
-            # The same memory in every send, so its views are made once.
-            views = [tools.view(content, block.dtype, block.offset, block.sizes) for block in blocks]
-            self._outgoing[number] = order, views
-        copy_all(tools, zip(views, (part(block.tensor, block.box) for block in blocks), strict=True))
-        return segment.end()
-
-    def _make(self, size: int) -> Segment:
-        """Return a new segment."""
-        return Segment(size)
-
-    def _discard(self, segment: Segment) -> None:
-        """Close a segment that is used no more."""
-        segment.close()
-
-    def fetch(self, read: Read) -> list[Any]:
-        """Return views of the source's memory."""
-        place, staged = (read.source, read.number), read.staged
-        if place not in self._mapped or self._mapped[place].token != staged[3]:
-            try:
-                self._mapped[place] = Mapping(staged)
-            except OSError as error:
-                raise Blocked(f"{type(error).__name__}: {error}") from error
-            self._incoming.pop(place, None)
-        mapped = self._mapped[place]
-        if not mapped.holds(staged[4]):
-            raise Overwritten
-        self._used.append((mapped, staged[4]))
-        known, views = self._incoming.get(place, (None, []))
-        if known != read.order:
-            # The same memory in every send, so its views are made once.
-            places = [(0, part.offset) for part in read.wanted]
-            views = view_parts(read.tools, [mapped.content()], read.wanted, places)
-            self._incoming[place] = read.order, views
-        return views
-
-    def is_unchanged(self) -> bool:
-        """Return whether no segment has been written since it was opened."""
-        return all(mapped.holds(generation) for mapped, generation in self._used)
-
-    def release(self) -> None:
-        """Forget what was fetched; the segments stay mapped."""
-        self._used = []
-
-    def keep_only(self, numbers: Collection[int]) -> None:
-        """Close the segments of other channels."""
-        for number in set(self._segments).difference(numbers):
-            self._discard(self._segments.pop(number))
-            self._outgoing.pop(number, None)
-
-    def forget_others(self, places: Collection[tuple[int, int]]) -> None:
-        """Unmap the segments of other channels: the memory of a process that has ended goes with the last map."""
-        for place in set(self._mapped).difference(places):
-            del self._mapped[place]
-            self._incoming.pop(place, None)
-
-    def close(self) -> None:
-        """Give the memory back as soon as no process maps it."""
-        for segment in self._segments.values():
-            self._discard(segment)

@@ -9,8 +9,7 @@ import contextlib
 import functools
 import hashlib
 import hmac
-import multiprocessing.connection
-import os
+import math
 import secrets
 import socket
 import struct
@@ -26,7 +25,7 @@ PROOF_S = 5.0
 CONNECT_S = 10.0
 # Connections that have proved nothing yet; of more, the oldest is closed.
 MOST_UNPROVEN = 64
-# Seconds between two looks for processes that have exited, or a caller that has given up.
+# Seconds between two looks at what may have ended a wait.
 LOOK_S = 0.2
 NUMBER = "!I"
 
@@ -44,72 +43,40 @@ def prove(secret: bytes, content: bytes) -> bytes:
     return hmac.new(secret, content, hashlib.sha256).digest()
 
 
-def reserve(host: str) -> socket.socket:
-    """Return a socket with a port of an address of this host, which refuses connections until it listens."""
-    reserved = socket.socket()
+def listen(host: str) -> socket.socket:
+    """Return a socket that listens on a port of an address of this host; a `Listener` answers its connections."""
+    listening = socket.socket()
     try:
-        reserved.bind((host, 0))
+        listening.bind((host, 0))
+        listening.listen(1024)
     except BaseException:
-        reserved.close()
+        listening.close()
         raise
-    return reserved
+    return listening
 
 
-def has_exited(pid: int) -> bool:
-    """Return whether a process of this namespace has exited; False also where that cannot be known."""
+def connect(address: tuple[str, int], deadline: float) -> socket.socket:
+    """Return a connection to a process that listens; Gone if it does not, Late if it is not made by the deadline."""
     try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    except (AttributeError, OSError):  # the kernel is too old, or a sandbox forbids it
-        return False
-    try:
-        return bool(multiprocessing.connection.wait([process], 0))
-    finally:
-        os.close(process)
+        return socket.create_connection(address, max(0.01, min(CONNECT_S, deadline - time.monotonic())))
+    except OSError as error:
+        if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
+            raise Late(f"no connection to {address} by the deadline") from error
+        raise Gone(f"it does not listen at {address}: {error}") from error
 
 
-def connect(
-    address: tuple[str, int], secret: bytes, number: int, deadline: float, is_over: Callable[[], bool] | None
-) -> socket.socket:
-    """Connect as the member with this number to one that listens, and prove it in both directions.
+def introduce(connection: socket.socket, secret: bytes, number: int, deadline: float) -> None:
+    """Prove to the process that listens, and have it prove, that both know the secret; Late or Gone if it does not.
 
-    It waits until the other one listens, or `is_over` says that it never will. Without `is_over` the other one listens
-    already, so that it is gone if it does not answer soon.
-
-    Raises:
-        Gone: it has exited, `is_over` is true, or the process at this address does not know the secret.
-        Late: it does not answer by the deadline.
+    The number says who has connected.
     """
-    soon = time.monotonic() + CONNECT_S
-    while True:
-        try:
-            left_s = min(CONNECT_S, deadline - time.monotonic())
-            connection = socket.create_connection(address, max(0.01, left_s))
-            break
-        except OSError as error:
-            if is_over is None or is_over():
-                raise Gone(f"it does not listen: {error}") from error
-            if time.monotonic() > deadline - 0.05:
-                raise Late(f"{type(error).__name__}: {error}") from error
-            time.sleep(0.05)
-    try:
-        while not multiprocessing.connection.wait([connection], LOOK_S):
-            if time.monotonic() > soon if is_over is None else is_over():
-                raise Gone("it does not answer")
-            if time.monotonic() > deadline:
-                raise Late("no answer by the deadline")
-        theirs = read(connection, NONCE, deadline)
-        mine = secrets.token_bytes(NONCE) + struct.pack(NUMBER, number)
-        run(connection, deadline, lambda: connection.sendall(mine + prove(secret, b"member" + theirs + mine)))
-        expected = prove(secret, b"listener" + theirs + mine)
-        if not hmac.compare_digest(read(connection, len(expected), deadline), expected):
-            raise Gone("the process at this address is not of this transfer")
-    except BaseException:
-        close(connection)
-        raise
+    theirs = read(connection, NONCE, deadline)
+    mine = secrets.token_bytes(NONCE) + struct.pack(NUMBER, number)
+    run(connection, deadline, lambda: connection.sendall(mine + prove(secret, b"member" + theirs + mine)))
+    expected = prove(secret, b"listener" + theirs + mine)
+    if not hmac.compare_digest(read(connection, len(expected), deadline), expected):
+        raise Gone("the process at this address is not of this transfer")
     _tune(connection)
-    return connection
 
 
 def answer(connection: socket.socket, secret: bytes, deadline: float) -> int:
@@ -126,23 +93,19 @@ def answer(connection: socket.socket, secret: bytes, deadline: float) -> int:
 
 
 class Listener:
-    """Accepts connections until it is closed.
+    """Accepts connections to a socket until it is closed.
 
-    Args:
-        reserved: a bound socket, which it takes over.
-        secret: the secret of the transfer.
-        take: a function that is called with the number and the connection of each member, in a thread of its own. It
-            owns the connection.
+    `take` is called with the number and the connection of each member that knows the secret, in a thread of its own.
     """
 
-    def __init__(self, reserved: socket.socket, secret: bytes, take: Callable[[int, socket.socket], None]) -> None:
-        self._socket = reserved
+    def __init__(self, listening: socket.socket, secret: bytes, take: Callable[[int, socket.socket], None]) -> None:
+        self._socket = listening
         self._secret = secret
         self._take = take
         self._unproven: dict[int, socket.socket] = {}
+        self._taken: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
         self._closed = False
-        reserved.listen(1024)
         self._thread = threading.Thread(target=self._accept, name="fairlead-transfer-accept", daemon=True)
         self._thread.start()
 
@@ -165,20 +128,24 @@ class Listener:
             number = answer(connection, self._secret, time.monotonic() + PROOF_S)
         except (Late, Gone):
             number = None
-        with self._lock:
-            self._unproven.pop(id(connection), None)
         if number is None or self._closed:
             close(connection)
         else:
+            with self._lock:
+                self._unproven.pop(id(connection), None)
+                self._taken[id(connection)] = connection
             self._take(number, connection)
+        with self._lock:
+            self._unproven.pop(id(connection), None)
+            self._taken.pop(id(connection), None)
 
     def close(self) -> None:
-        """Stop listening, and close the connections that have proved nothing."""
+        """Stop listening, and end the connections that have proved nothing, or that are still being taken."""
         self._closed = True
         close(self._socket)
         with self._lock:
-            unproven = list(self._unproven.values())
-        for connection in unproven:
+            connections = [*self._unproven.values(), *self._taken.values()]
+        for connection in connections:
             shut(connection)
         self._thread.join(LOOK_S * 5)
 
@@ -186,7 +153,7 @@ class Listener:
 def run(connection: socket.socket, deadline: float, operation: Any) -> Any:
     """Return the result of a socket's operation; Late or Gone if it fails."""
     try:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        connection.settimeout(None if deadline == math.inf else max(0.001, deadline - time.monotonic()))
         return operation()
     except TimeoutError as error:
         raise Late("no answer by the deadline") from error
@@ -197,13 +164,17 @@ def run(connection: socket.socket, deadline: float, operation: Any) -> Any:
 def read(connection: socket.socket, length: int, deadline: float) -> bytes:
     """Return the next bytes of a connection; Late or Gone if they do not come."""
     content = bytearray(length)
-    rest = memoryview(content)
-    while rest:
-        received = run(connection, deadline, functools.partial(connection.recv_into, rest))
+    fill(connection, memoryview(content), deadline)
+    return bytes(content)
+
+
+def fill(connection: socket.socket, place: memoryview, deadline: float) -> None:
+    """Put the next bytes of a connection into a place until it is full; Late or Gone if they do not come."""
+    while place:
+        received = run(connection, deadline, functools.partial(connection.recv_into, place))
         if not received:
             raise Gone("the connection was closed")
-        rest = rest[received:]
-    return bytes(content)
+        place = place[received:]
 
 
 def _tune(connection: socket.socket) -> None:

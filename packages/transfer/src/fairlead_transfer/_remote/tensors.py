@@ -13,11 +13,6 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .transport import Wanted
-
-# Bytes of a tensor that are copied at a time where only its digest is wanted.
-SLAB_BYTES = 1 << 20
-
 
 class Run(NamedTuple):
     """Where a tensor is in this process's memory."""
@@ -29,8 +24,6 @@ class Run(NamedTuple):
 
 class NumpyLibrary:
     """Operations on numpy arrays."""
-
-    name = "numpy"
 
     def __init__(self) -> None:
         self._numpy = importlib.import_module("numpy")
@@ -66,8 +59,6 @@ class NumpyLibrary:
 
 class TorchLibrary:
     """Operations on torch tensors. Nothing here needs numpy."""
-
-    name = "torch"
 
     def __init__(self) -> None:
         self._torch = importlib.import_module("torch")
@@ -141,6 +132,7 @@ def look(value: Any) -> tuple[tuple[Any, ...], Any]:
             local = value if placements is None else value.to_local()
             # An AsyncCollectiveTensor has no memory of its own.
             local = (local.trigger_wait() if hasattr(local, "trigger_wait") else local).detach()
+            local = local.resolve_conj().resolve_neg()  # copies what is a lazy conjugate or negative of its memory
         if local.layout is not torch.strided or local.is_quantized or local.is_meta:
             raise TypeError("only dense tensors can be transferred, not sparse, quantized or meta ones")
         reach = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
@@ -166,14 +158,6 @@ def finish(tensors: Iterable[Any]) -> None:
     """Wait until the GPUs of tensors have done what they were asked, on all streams: other processes know of none."""
     for device in {tensor.device for tensor in tensors if getattr(tensor, "is_cuda", False)}:
         sys.modules["torch"].cuda.synchronize(device)
-
-
-def resolve(local: Any) -> Any:
-    """Return a tensor whose memory holds its values; that of a lazy conjugate or negative does not."""
-    if not hasattr(local, "is_conj") or not (local.is_conj() or local.is_neg()):
-        return local
-    finish([local])
-    return local.resolve_conj().resolve_neg()
 
 
 def describe(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -249,45 +233,14 @@ def part(tensor: Any, box: tuple[slice, ...]) -> Any:
     return tensor[box] if tensor.ndim else tensor.reshape(1)
 
 
-def view_parts(
-    tools: Any, buffers: Sequence[Any], wanted: Sequence[Wanted], places: Sequence[tuple[int, int]]
-) -> list[Any]:
-    """Return the wanted parts of blocks; `places` has for each the number of its buffer, and where its block begins."""
-    blocks = (
-        tools.view(buffers[buffer], part.dtype, begin, part.sizes)
-        for part, (buffer, begin) in zip(wanted, places, strict=True)
-    )
-    return [block if part.inside is None else block[part.inside] for block, part in zip(blocks, wanted, strict=True)]
-
-
-def as_bytes(tools: Any, tensor: Any, dtype: str) -> Any:
-    """Return the bytes of a tensor, in order, as they travel: its own memory, which must outlive them, or a copy."""
+def digest(tools: Any, tensor: Any, dtype: str) -> int:
+    """Return the crc32 of a tensor's bytes, in order, as they travel."""
     buffer = tools.as_buffer(tensor) if tools.dtype_name(tensor) == dtype else None
     if buffer is None:
         buffer = bytearray(nbytes(tools, tensor.shape, dtype))
         if buffer:
             tools.copy(tools.view(buffer, dtype, 0, tuple(tensor.shape)), tensor)
-    return buffer
-
-
-def digest(tools: Any, tensor: Any, dtype: str) -> int:
-    """Return the crc32 of a tensor's bytes, in order, as they travel."""
-    found = 0
-    for slab in _find_slabs(tools, tensor, dtype):
-        found = zlib.crc32(as_bytes(tools, slab, dtype), found)
-    return found
-
-
-def _find_slabs(tools: Any, tensor: Any, dtype: str) -> Iterator[Any]:
-    """Yield a tensor in parts that follow each other, of which a copy takes little memory."""
-    length, rows = nbytes(tools, tensor.shape, dtype), tensor.shape[0] if tensor.ndim else 1
-    if length <= SLAB_BYTES or (tools.dtype_name(tensor) == dtype and tools.as_buffer(tensor) is not None):
-        yield tensor
-        return
-    step = rows * SLAB_BYTES // length
-    for begin in range(0, rows, max(1, step)):
-        slab = tensor[begin : begin + max(1, step)]
-        yield from [slab] if step else _find_slabs(tools, slab[0], dtype)
+    return zlib.crc32(buffer)
 
 
 def nbytes(tools: Any, sizes: Sequence[int], dtype: str) -> int:
@@ -295,57 +248,23 @@ def nbytes(tools: Any, sizes: Sequence[int], dtype: str) -> int:
     return int(tools.dtype(dtype).itemsize) * math.prod(sizes)
 
 
-def span(tools: Any, tensor: Any) -> tuple[str, int, int]:
-    """Return the device of a tensor, the address where its memory begins, and the one where it ends."""
-    device, address, strides = tools.memory(tensor)
-    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)]
-    begin, last = address + sum(min(0, step) for step in steps), address + sum(max(0, step) for step in steps)
-    return device, begin, last + nbytes(tools, (1,), tools.dtype_name(tensor))
-
-
-def overlap(ours: Iterable[tuple[str, int, int]], theirs: Iterable[tuple[str, int, int]]) -> bool:
-    """Return whether a span of one list and a span of the other have bytes in common."""
-    ends: dict[str, list[int]] = {}
-    marked = sorted([(*span, 0) for span in ours] + [(*span, 1) for span in theirs])
-    for device, begin, end, side in marked:
-        reached = ends.setdefault(device, [begin, begin])
-        if begin < reached[1 - side]:
-            return True
-        reached[side] = max(reached[side], end)
-    return False
-
-
 def find_overlapping(tools: Any, tensors: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the tensors that share some elements with another one, but are not the same memory: names and reasons."""
-    spans = [(span(tools, local), name) for name, local in tensors.items() if 0 not in local.shape]
+    """Return the tensors that share elements with another one, where the last one would win: names and reasons."""
+    filled = {name: local for name, local in tensors.items() if 0 not in local.shape}
+    runs = sorted(
+        (tools.memory(local).device, *run, name) for name, local in filled.items() for run in _find_runs(tools, local)
+    )
     wrong: dict[str, str] = {}
-    runs: dict[str, list[tuple[int, int]]] = {}
-    reaching: list[tuple[tuple[str, int, int], str]] = []
-    for place, name in sorted(spans):
-        reaching = [(other, before) for other, before in reaching if other[0] == place[0] and other[2] > place[1]]
-        for _, before in reaching:
-            if _memory(tools, tensors[name]) == _memory(tools, tensors[before]):
-                continue
-            for member in (name, before):
-                if member not in runs:
-                    runs[member] = _find_runs(tools, tensors[member])
-            if _intersect(runs[name], runs[before]):
-                first, second = sorted((name, before), key=list(tensors).index)
-                why = f"it shares some of its memory with {first!r}: return only one of them, or exclude one"
-                wrong.setdefault(second, why)
-        reaching.append((place, name))
+    reaching = ("", 0, 0, "")  # of the runs before, the one that ends last
+    for run in runs:
+        device, _, end, before = reaching
+        if run[0] == device and run[1] < end and run[3] != before:
+            first, second = sorted((run[3], before), key=list(tensors).index)
+            why = f"it shares some of its memory with {first!r}: return only one of them, or exclude one"
+            wrong.setdefault(second, why)
+        if run[0] != device or run[2] > end:
+            reaching = run
     return list(wrong.items())
-
-
-def is_same_memory(first: Any, second: Any) -> bool:
-    """Return whether two tensors begin at the same address."""
-    marks = [look(value)[0] for value in (first, second)]
-    return marks[0] == marks[1]
-
-
-def _memory(tools: Any, tensor: Any) -> tuple[Any, ...]:
-    """Return what two tensors have in common that are the same elements in the same order."""
-    return *tools.memory(tensor), tuple(tensor.shape), tools.dtype_name(tensor)
 
 
 def _find_runs(tools: Any, tensor: Any) -> list[tuple[int, int]]:
@@ -361,17 +280,6 @@ def _find_runs(tools: Any, tensor: Any) -> list[tuple[int, int]]:
         else:
             begins = [begin + index * reach for index in range(size) for begin in begins]
     return [(begin, begin + length) for begin in sorted(begins)]
-
-
-def _intersect(ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> bool:
-    """Return whether two sorted lists of pieces of memory have a byte in common."""
-    marked = sorted([(*run, 0) for run in ours] + [(*run, 1) for run in theirs])
-    ends = [0, 0]
-    for begin, end, side in marked:
-        if begin < ends[1 - side]:
-            return True
-        ends[side] = max(ends[side], end)
-    return False
 
 
 def join_pieces(
@@ -444,8 +352,6 @@ def _explain_unwritable(local: Any, gathered: Collection[int]) -> str:
         return ""
     if hasattr(local, "flags") and not local.flags.writeable:
         return "the array is read-only: return one that can be written"
-    if hasattr(local, "is_conj") and (local.is_conj() or local.is_neg()):
-        return "it is a lazy conjugate or negative of its memory: resolve it where the worker keeps it"
     if is_gathered(local, gathered):
         return "FSDP2 has gathered it and will free it: call model.reshard() before the method returns it"
     strides, reach = (local.strides, local.itemsize) if hasattr(local, "strides") else (local.stride(), 1)

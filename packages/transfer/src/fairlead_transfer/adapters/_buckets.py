@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .._remote.tensors import resolve
-
 STRIPE = 1 << 20
 # Every tensor begins where any dtype may begin.
 ALIGNED = 64
@@ -34,17 +32,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketShape:
-    """The shape of all buckets of a stream.
+    """The shape of all buckets of a stream."""
 
-    Attributes:
-        senders: their number.
-        stripe: bytes that follow each other in one sender.
-        rows: stripes of each sender in a full bucket.
-    """
-
-    senders: int
-    stripe: int
-    rows: int
+    senders: int  # their number
+    stripe: int  # bytes that follow each other in one sender
+    rows: int  # stripes of each sender in a full bucket
 
     @classmethod
     def fit(cls, bucket_bytes: int, senders: int) -> "BucketShape":
@@ -75,10 +67,7 @@ class BucketShape:
 class Packer:
     """Fills the share of one sender, bucket after bucket, from tensors that all senders have.
 
-    Args:
-        shape: of the buckets.
-        sender: the number of the sender.
-        dtype: the dtype in which floating-point tensors travel; None for their own.
+    Floating-point tensors travel in the dtype, or in their own.
     """
 
     def __init__(self, shape: BucketShape, sender: int, dtype: str | None = None) -> None:
@@ -107,7 +96,7 @@ class Packer:
             raise TypeError(f"{name!r} is a {type(tensor).__qualname__}: yield whole, dense torch tensors.")
         if self._dtype is not None and tensor.is_floating_point():
             tensor = tensor.detach().to(self._dtype)
-        content = resolve(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+        content = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         length, capacity, begin = content.numel(), self._shape.capacity, 0
         # Tensors that fit in a bucket stay in one piece: receivers can use them where they are.
         if self.parts and self._filled + length > capacity and length <= capacity:

@@ -12,30 +12,20 @@ from typing import Any
 
 import ray
 
-from .._remote.sockets import reserve
+from .._remote.sockets import listen
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The place of a process in a transfer.
+    """The place of a process in a transfer."""
 
-    Attributes:
-        number: of this process: the senders first, then the receivers.
-        senders: the number of processes that send.
-        nodes: the node of every process: those with the same one can share memory.
-        pids: the id of every process on its node.
-        addresses: where every process listens, if it has to.
-        secret: what all processes of the transfer share.
-    """
-
-    number: int
-    senders: int
-    nodes: tuple[str, ...]
-    pids: tuple[int, ...]
-    addresses: tuple[tuple[str, int], ...]
-    secret: bytes = field(repr=False)
+    number: int  # of this process: the senders first, then the receivers
+    senders: int  # the number of processes that send
+    nodes: tuple[str, ...]  # of every process: those with the same one can share memory
+    addresses: tuple[tuple[str, int], ...]  # where every process listens, if it has to
+    secret: bytes = field(repr=False)  # what all processes of the transfer share
 
     @property
     def receivers(self) -> range:
@@ -75,10 +65,10 @@ class Ports:
 
     def __init__(self) -> None:
         host = ray.util.get_node_ip_address()
-        self._sockets = {LOOPBACK: reserve(LOOPBACK)}
+        self._sockets = {LOOPBACK: listen(LOOPBACK)}
         if host != LOOPBACK:
             try:
-                self._sockets[host] = reserve(host)
+                self._sockets[host] = listen(host)
             except OSError as error:
                 self.close()
                 text = f"This process cannot listen on its node's address {host}: {error}."
@@ -104,7 +94,6 @@ def describe(ports: Ports, bucket_bytes: int) -> dict[str, Any]:
     return {
         "node": find_node(),
         "token": secrets.token_bytes(16),
-        "pid": os.getpid(),
         "address": ports.network,
         "local_address": ports.loopback,
         "bucket_bytes": bucket_bytes,
@@ -114,8 +103,7 @@ def describe(ports: Ports, bucket_bytes: int) -> dict[str, Any]:
 def make_memberships(metadata: Sequence[Mapping[str, Any]], senders: int) -> list[Membership]:
     """Return the membership of each process from what `describe` has returned in all, the senders first.
 
-    Raises:
-        ValueError: no process on one side, or different sizes of buckets.
+    ValueError for no process on one side, or different sizes of buckets.
     """
     if not 0 < senders < len(metadata):
         raise ValueError(f"A transfer needs a sender and a receiver, got {senders} of {len(metadata)} that send.")
@@ -126,5 +114,4 @@ def make_memberships(metadata: Sequence[Mapping[str, Any]], senders: int) -> lis
     secret = hashlib.sha256(b"".join(member["token"] for member in metadata)).digest()
     key = "local_address" if len(set(nodes)) == 1 else "address"
     addresses = tuple(tuple(member[key]) for member in metadata)
-    pids = tuple(member["pid"] for member in metadata)
-    return [Membership(number, senders, nodes, pids, addresses, secret) for number in range(len(metadata))]
+    return [Membership(number, senders, nodes, addresses, secret) for number in range(len(metadata))]

@@ -79,14 +79,8 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
 
         Raises:
             ValueError: `prepare` was not called before, or the bucket is too small.
-
-        >>> engines = [FairleadCheckpointEngine(bucket_size=1 << 20) for _ in range(2)]
-        >>> metadata = [engine.prepare() for engine in engines]
-        >>> engines[0].init_policy_process_group(
-        ...     worker_rank=0, train_world_size=1, rollout_world_size=1, metadata=metadata
-        ... )
         """
-        self._stream.join(make_memberships(metadata, train_world_size)[worker_rank])
+        self._join(make_memberships(metadata, train_world_size)[worker_rank])
 
     def init_rollout_process_group(
         self,
@@ -96,24 +90,16 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
         rollout_world_size: int,
         metadata: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Take the place of a generation worker in the transfer. This waits for no other process.
+        """Take the place of a generation worker, as `init_policy_process_group` does of a policy worker.
 
         Args:
             rollout_rank: its rank.
-            train_world_size: the policy workers.
-            rollout_world_size: the generation workers.
-            metadata: what `prepare` has returned in each of them, the policy workers first.
+            train_world_size, rollout_world_size, metadata: as there.
 
         Raises:
             ValueError: `prepare` was not called before, or the bucket is too small.
-
-        >>> engines = [FairleadCheckpointEngine(bucket_size=1 << 20) for _ in range(2)]
-        >>> metadata = [engine.prepare() for engine in engines]
-        >>> engines[1].init_rollout_process_group(
-        ...     rollout_rank=0, train_world_size=1, rollout_world_size=1, metadata=metadata
-        ... )
         """
-        self._stream.join(make_memberships(metadata, train_world_size)[train_world_size + rollout_rank])
+        self._join(make_memberships(metadata, train_world_size)[train_world_size + rollout_rank])
 
     async def send_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Send weights; return when all generation workers have copied the last bucket.
@@ -126,13 +112,8 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
                 may hold a mixture ("inconsistent").
             TypeError: something that is no dense torch tensor.
             ValueError: this engine has no place in a transfer.
-
-        >>> import asyncio
-        >>> asyncio.run(FairleadCheckpointEngine(bucket_size=1 << 20).send_weights([]))  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: This engine takes part in no transfer: it has not joined one, or was finalized. ...
         """
-        await self._stream.send(weights, None)
+        await self._send(weights, None)
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, Any]], None]:
         """Receive weights.
@@ -143,14 +124,8 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
         Raises:
             TransferError: a process is lost, late, or has failed; names it.
             ValueError: this engine has no place in a transfer.
-
-        >>> import asyncio
-        >>> engine = FairleadCheckpointEngine(bucket_size=1 << 20)
-        >>> asyncio.run(anext(engine.receive_weight_batches()))  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: This engine takes part in no transfer: it has not joined one, or was finalized. ...
         """
-        async with aclosing(self._stream.receive(None)) as buckets:
+        async with aclosing(self._receive(None)) as buckets:
             async for tensors in buckets:
                 yield tensors
                 del tensors  # no tensor is kept here that the engine has dropped

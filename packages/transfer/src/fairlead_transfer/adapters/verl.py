@@ -72,12 +72,6 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
 
         Raises:
             ValueError: no rank on one side, or different bucket sizes.
-
-        >>> engines = [FairleadCheckpointEngine(bucket_size=1 << 20) for _ in range(3)]
-        >>> metadata = [engine.prepare() for engine in engines]
-        >>> trainer, rollout = FairleadCheckpointEngine.build_topology(1, 2, metadata)
-        >>> len(trainer["membership"]), len(rollout["membership"])
-        (1, 2)
         """
         made: list[Any] = list(make_memberships(metadata, actor_wg_world_size))
         return {"membership": made[:actor_wg_world_size]}, {"membership": made[actor_wg_world_size:]}
@@ -90,12 +84,8 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
 
         Raises:
             ValueError: `prepare` was not called before, or the bucket is too small.
-
-        >>> engines = [FairleadCheckpointEngine(bucket_size=1 << 20) for _ in range(2)]
-        >>> trainer, rollout = engines[0].build_topology(1, 1, [engine.prepare() for engine in engines])
-        >>> engines[1].init_process_group(rollout["membership"][0])
         """
-        self._stream.join(membership)
+        self._join(membership)
 
     async def send_weights(self, weights: Iterable[tuple[str, Any]], global_steps: int | None = None) -> None:
         """Send weights; return when all rollout workers have copied the last bucket.
@@ -109,13 +99,8 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
                 may hold a mixture ("inconsistent").
             TypeError: something that is no dense torch tensor.
             ValueError: this engine has no place in a transfer.
-
-        >>> import asyncio
-        >>> asyncio.run(FairleadCheckpointEngine(bucket_size=1 << 20).send_weights([]))  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: This engine takes part in no transfer: it has not joined one, or was finalized. ...
         """
-        await self._stream.send(weights, global_steps)
+        await self._send(weights, global_steps)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Any], None]:
         """Receive weights.
@@ -129,13 +114,8 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
         Raises:
             TransferError: a process is lost, late, or has failed; names it.
             ValueError: this engine has no place in a transfer.
-
-        >>> import asyncio
-        >>> asyncio.run(anext(FairleadCheckpointEngine(bucket_size=1 << 20).receive_weights()))  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: This engine takes part in no transfer: it has not joined one, or was finalized. ...
         """
-        async with aclosing(self._stream.receive(global_steps)) as buckets:
+        async with aclosing(self._receive(global_steps)) as buckets:
             async for tensors in buckets:
                 while tensors:  # no tensor is kept here that the engine has dropped
                     yield tensors.pop(0)
