@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._look import label, look
-    from ._report import write_report
-    from ._show import fold_stacks
+    from ._show import fold_stacks, write_report
     from ._verdict.rules import diagnose, exit_status
     from .model import Evidence, Finding, Frame, Named, Snapshot, StackClass, Suspect, Waiting
 
@@ -40,8 +39,7 @@ _MODULES = {
     ),
     **dict.fromkeys(("label", "look"), "._look"),
     **dict.fromkeys(("diagnose", "exit_status"), "._verdict.rules"),
-    "fold_stacks": "._show",
-    "write_report": "._report",
+    **dict.fromkeys(("fold_stacks", "write_report"), "._show"),
 }
 
 

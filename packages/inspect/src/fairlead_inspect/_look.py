@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A look at a cluster from a program, and the label with which a process tells who it is."""
+"""A snapshot of a cluster for a program, and the label with which a process tells who it is."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import ray
 from fairlead_placement import init_ray
 
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster
-from ._fleets import LABEL
+from ._worker_sets import LABEL
 from .model import Snapshot
 
 # Of a label: environments travel, and are read while a job hangs.

@@ -10,13 +10,7 @@ Confidence = Literal["certain", "likely", "guess"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """A fact behind a statement.
-
-    Attributes:
-        source: where it is from.
-        text: the fact.
-        age_s: how old it is, in seconds; None if it has no age.
-    """
+    """A fact behind a statement, where it is from, and how many seconds old it is; None if it has no age."""
 
     source: str
     text: str
@@ -25,13 +19,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Frame:
-    """A Python frame.
-
-    Attributes:
-        file: the path of its file.
-        function: its function, with the class.
-        line: the line; 0 where it does not matter.
-    """
+    """A Python frame: the path of its file, its function with the class, and the line, 0 where it does not matter."""
 
     file: str
     function: str
@@ -153,7 +141,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Call:
-    """A call or task that has not finished, from Ray's task events: when it began or was submitted, or 0.
+    """A call or task, from Ray's task events: when it began, or else was submitted, and when it `ended` if it has.
 
     `parent` is the task that has submitted it. A task requests `resources`, and `environment` lists what its runtime
     environment installs.
@@ -169,20 +157,7 @@ class Call:
     parent: str = ""
     resources: Mapping[str, float] = field(default_factory=dict, hash=False)
     environment: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Span:
-    """One attempt of a call or task that has begun, by the clock of its node; `ended` is None while it runs."""
-
-    task_id: str
-    name: str
-    actor_id: str
-    pid: int
-    node_id: str
-    began: float
     ended: float | None = None
-    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -266,9 +241,14 @@ class Member:
     source: str = ""
     coords: Mapping[str, int] = field(default_factory=dict, hash=False)
 
+    @property
+    def label(self) -> str:
+        """How people call it in its worker set."""
+        return f"#{self.ordinal}" if self.rank is None else f"rank {self.rank}"
+
 
 @dataclass(frozen=True)
-class Fleet:
+class WorkerSet:
     """Actors that do the same work, the rule that found them, and how sure that is.
 
     `disputed` says why its ranks cannot be: two members have one, or one is beyond the world size.
@@ -327,13 +307,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Named:
-    """An actor in a finding.
-
-    Attributes:
-        id: Ray's id of it, hexadecimal.
-        class_name: its class.
-        name: its name, or "".
-    """
+    """An actor in a finding: Ray's id of it, hexadecimal, its class, and its name, or ""."""
 
     id: str
     class_name: str
@@ -342,14 +316,9 @@ class Named:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The processes that wait for the same one.
+    """The processes that wait for the same one: how many, the ranks that are known, and the `ordinals` of the others.
 
-    Attributes:
-        count: how many processes.
-        ranks: the ranks that are known.
-        ordinals: those without a rank, by their creation.
-        where: the frames at which most of them wait, innermost first.
-        since_s: for how long, in seconds; None if that is not known.
+    They wait at the frames `where`, innermost first, for `since_s` seconds; None if that is not known.
     """
 
     count: int = 0
@@ -361,17 +330,13 @@ class Waiting:
 
 @dataclass(frozen=True)
 class StackClass:
-    """Processes that stand at the same place.
+    """Processes of one worker set, or else one class, that stand at the same place, the frames `where`.
 
-    Attributes:
-        fleet: their worker set, or their class without one.
-        does: what they do there, such as "collective" or "get".
-        ranks: the rank of each as a number, as "#2" if only its place in the creation is known, or "".
-        pids: the process id of each.
-        where: the frames of the place, innermost first.
+    `does` says what they do there, such as "collective" or "ray-get". A rank is a number, "#2" if only its place in the
+    creation is known, or "".
     """
 
-    fleet: str
+    worker_set: str
     does: str
     ranks: tuple[str, ...]
     pids: tuple[int, ...]
@@ -380,15 +345,9 @@ class StackClass:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A process that may be what a job waits for, if none is known to be.
+    """A process that may be what a job waits for, if none is known to be; `text` says why it is not called the cause.
 
-    Attributes:
-        name: how people call it.
-        pid: its process id, or 0.
-        node: the address of its node.
-        where: the frames at which it stands, innermost first.
-        since_s: for how long, in seconds; None if that is not known.
-        text: why it is not called the cause.
+    It stands at the frames `where` for `since_s` seconds, None if that is not known. A `pid` of 0 is not known.
     """
 
     name: str
@@ -417,7 +376,7 @@ class Finding:
         blames: whether it names the cause of a wait.
         text: the statement in words.
         subject: what it is about, if that is not a process, such as a placement group.
-        fleet: the worker set that it is about.
+        worker_set: the worker set that it is about.
         ranks: the ranks that it is about.
         ordinals: whom it is about without a rank, by their creation.
         actors: the actors that it is about.
@@ -440,7 +399,7 @@ class Finding:
     confidence: Confidence = "likely"
     blames: bool = False
     text: str = ""
-    fleet: str = ""
+    worker_set: str = ""
     ranks: tuple[int, ...] = ()
     ordinals: tuple[int, ...] = ()
     actors: tuple[Named, ...] = ()

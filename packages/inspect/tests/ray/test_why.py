@@ -131,7 +131,7 @@ def test_timeline(job, tmp_path):
     running = [one["name"] for one in events if one["ph"] == "X" and one["args"].get("running")]
     assert sorted(running) == ["Controller.run (running)", "Trainer.train (running)"]
     assert "secret-of-the-job" not in path.read_text()
-    assert run(job, "timeline", "-o", str(tmp_path / "missing" / "trace.json")).returncode == 2
+    assert run(job, "timeline", "-o", str(tmp_path / "missing" / "trace.json")).returncode == 3
 
 
 WATCHDOG = """

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs in which some process stands still for a good reason: the verdict must not blame it."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 
 sys.path.insert(0, str(Path(__file__).parent))
 from seen import (
@@ -30,7 +32,7 @@ from seen import (
 )
 
 from fairlead_inspect import diagnose, exit_status
-from fairlead_inspect._node.references import read_references
+from fairlead_inspect._node.references import calibrate, read_references
 from fairlead_inspect.model import Call, Child, Death, Frame, Job
 
 MOVES = {"before": QUEUE, "ticks": 80, "switches": 3, "age": 0.0}
@@ -185,15 +187,15 @@ def test_coroutine():
     assert blamed(change(snapshot, 1000, threads=process(1000, blocks).threads)) == [("late", ("A",))]
 
 
-@pytest.mark.parametrize("timeout", [None, "None", "5400.0", "0.5", "0"])
-def test_timeout_of_a_wait(monkeypatch, timeout):
+@pytest.mark.parametrize("timeout", [None, "None", "5400.0", "0.5", "0", "<object>"])
+def test_timeout_of_a_wait(timeout):
     """Who waits with a short timeout polls, which is one wait if what it waits for does not move."""
     (id_, _), a = ref(actor_id(0)), actor(0, "A")
-    monkeypatch.setattr("fairlead_inspect._node.references._read_list", lambda *_: ([id_], 0))
+    objects = [ray.ObjectRef(bytes.fromhex(id_)), object()]
     held = [{"name": "timeout", "repr": timeout}] if timeout else []
-    frame = {"filename": GET[0].file, "name": "wait", "locals": [*held, {"name": "ray_waitables", "addr": 64}]}
-    (found,), unread = read_references(1, [frame], 16)
-    assert (found, unread) == ((id_, True, timeout in ("0.5", "0")), 0)
+    frame = {"filename": GET[0].file, "name": "wait", "locals": [*held, {"name": "ray_waitables", "addr": id(objects)}]}
+    (found,), unread = read_references(os.getpid(), [frame], calibrate(objects[0]))
+    assert (found, unread) == ((id_, True, timeout in ("0.5", "0")), 1)
     assert blamed(look([a], [driver_of(found[:2], polls=found[2]), process(1000, QUEUE)])) == [("late", ("A",))]
 
 

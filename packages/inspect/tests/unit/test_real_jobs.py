@@ -281,9 +281,7 @@ def test_file_system_that_does_not_answer(tmp_path):
     with subprocess.Popen([sys.executable, "-c", text]) as child:
         time.sleep(0.5)
         answers = []
-        thread = threading.Thread(
-            target=lambda: answers.append(look_at_node([child.pid], [], 0.2, -1, 3.0)), daemon=True
-        )
+        thread = threading.Thread(target=lambda: answers.append(look_at_node([child.pid], [], 0.2, 3.0)), daemon=True)
         thread.start()
         thread.join(60)
         child.kill()

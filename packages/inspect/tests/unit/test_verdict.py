@@ -51,7 +51,7 @@ def test_late_rank():
     """The only rank that is not in the collective, and does not move, is late, with all that a reader needs."""
     (found,) = diagnose(fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE, ALL_REDUCE]))
     assert (found.kind, found.ranks, found.confidence, found.blames) == ("late", (2,), "certain", True)
-    assert (found.pid, found.node, found.fleet, found.since_s) == (1002, "10.0.0.1", "Worker", 100.0)
+    assert (found.pid, found.node, found.worker_set, found.since_s) == (1002, "10.0.0.1", "Worker", 100.0)
     assert [(frame.function, frame.line) for frame in found.where] == [
         ("Condition.wait", 327),
         ("next_batch", 33),
@@ -519,7 +519,7 @@ def test_large_job():
     began = time.process_time()
     found = diagnose(snapshot)
     assert time.process_time() - began < 3  # 0.1 s on a machine that does nothing else
-    assert [(one.fleet, one.ranks) for one in found if one.blames] == [("W2", (7,))]
+    assert [(one.worker_set, one.ranks) for one in found if one.blames] == [("W2", (7,))]
 
 
 def test_chain_of_waits():

@@ -19,9 +19,6 @@ PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 MOST_BYTES = 64 * 2**20
 MOST_GROUPS = 64
 RECORDER = "flight recorder"
-# The contents are the job's, and may be anything.
-_UNREADABLE = (OSError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError,
-               pickle.UnpicklingError)  # fmt: skip
 # How the dumps that this understands are numbered.
 VERSION = "2."
 
@@ -36,10 +33,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def read_dump(pid: int, started: int, environ: Mapping[str, str]) -> tuple[list[tuple[Any, ...]], str]:
     """Return the fields of a `Record` for each communicator in the newest dump of a process, and why it is unreadable.
 
-    Args:
-        pid: the process.
-        started: its start tick. An older dump is of another process.
-        environ: its variables. Without RANK the name of its file is not known.
+    A dump from before the start tick of the process is of another one. Without RANK the name of its file is not known.
     """
     found = []
     for prefix in (environ[name] for name in PREFIXES if environ.get(name) and environ.get("RANK")):
@@ -60,7 +54,8 @@ def read_dump(pid: int, started: int, environ: Mapping[str, str]) -> tuple[list[
         if not str(dump["version"]).startswith(VERSION):
             return [], f"{path}: version {str(dump['version'])[:20]} of the flight recorder is not known"
         return _summarize(dump, age_s, written, environ), ""
-    except _UNREADABLE as error:
+    except Exception as error:  # noqa: BLE001
+        # The contents are the job's, and may be anything.
         return [], f"{path} is no dump of torch's flight recorder: {type(error).__name__}: {str(error)[:100]}"
 
 

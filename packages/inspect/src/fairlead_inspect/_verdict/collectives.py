@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..model import Fleet, Record
+from ..model import Record, WorkerSet
 from .positions import Position
 from .waits import Graph
 
@@ -13,35 +13,26 @@ Records = Mapping[str, Record]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Members of a communicator whose collectives differ.
+    """Members of a communicator whose collectives differ."""
 
-    Attributes:
-        behind: who has not begun the collective; of members in different ones with one number, those in the rarest.
-        waiting: who waits in it.
-        text: what those behind have not done.
-        blames: whether it follows that the others wait for those behind.
-        record: of one that waits.
-        since_s: for how long they stand, at least.
-    """
-
-    behind: tuple[str, ...]
-    waiting: tuple[str, ...]
-    text: str
-    blames: bool
-    record: Record
-    since_s: float
+    behind: tuple[str, ...]  # who has not begun the collective; of different ones with one number, who is in the rarest
+    waiting: tuple[str, ...]  # who waits in it
+    text: str  # what those behind have not done
+    blames: bool  # whether it follows that the others wait for those behind
+    record: Record  # of a member that waits
+    since_s: float  # for how long they stand, at least
 
 
-def find_mismatch(graph: Graph, fleet: Fleet, after_s: float) -> Mismatch | None:
-    """Return the mismatch in a fleet whose members all stand in collectives or wait for a device; None without one.
+def find_mismatch(graph: Graph, workers: WorkerSet, after_s: float) -> Mismatch | None:
+    """Return the mismatch in a worker set whose members all stand in collectives or wait for a device, or None.
 
     A member is blamed only if it waits in no collective itself, so that a chain of communicators leads to its end. Half
     of the members or more are not: one may have left a long computation early that the others are in.
     """
-    at = {one.key: graph.positions.get(one.key, Position("unread")) for one in fleet.members}
+    at = {one.key: graph.positions.get(one.key, Position("unread")) for one in workers.members}
     if (
-        fleet.missing
-        or fleet.disputed
+        workers.missing
+        or workers.disputed
         or any(one.kind not in ("collective", "device") or one.motion == "moving" for one in at.values())
     ):
         return None
