@@ -33,17 +33,11 @@ __all__ = [
     "write_report",
 ]
 # Loaded when they are used: they need Ray.
-_MODULES = {
-    **dict.fromkeys(
-        ("Evidence", "Finding", "Frame", "Named", "Snapshot", "StackClass", "Suspect", "Waiting"), ".model"
-    ),
-    **dict.fromkeys(("label", "look"), "._look"),
-    **dict.fromkeys(("diagnose", "exit_status"), "._verdict.rules"),
-    **dict.fromkeys(("fold_stacks", "write_report"), "._show"),
-}
+_MODULES = {"label": "._look", "look": "._look", "diagnose": "._verdict.rules", "exit_status": "._verdict.rules"}
+_MODULES |= {"fold_stacks": "._show", "write_report": "._show"}
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name], __name__), name)
+    return getattr(importlib.import_module(_MODULES.get(name, ".model"), __name__), name)

@@ -88,11 +88,10 @@ def label(
             raise TypeError(f"{name} must be a whole number of at least 0, got {number!r}")
     if world_size is not None and rank >= world_size:
         raise ValueError(f"rank {rank} is beyond the world size {world_size}")
-    given = {"rank": rank, "group": group, "world_size": world_size, "coords": dict(coords) if coords else None}
+    given = {"rank": rank, "group": group, "world_size": world_size, "coords": dict(coords or {}) or None}
     text = json.dumps({name: value for name, value in given.items() if value is not None})
     if len(text.encode()) > MOST_BYTES:
-        raise ValueError(
-            f"the label has {len(text.encode())} bytes, and {MOST_BYTES} are read: shorten the group's name"
-        )
+        size = len(text.encode())
+        raise ValueError(f"the label has {size} bytes, and {MOST_BYTES} are read: shorten the group's name")
     os.environ[LABEL] = text
     return {LABEL: text}

@@ -240,12 +240,12 @@ def to_json(snapshot: Snapshot, findings: Sequence[Finding]) -> dict[str, Any]:
 
 def _job_fields(job: Job, worker_sets: Iterable[WorkerSet], findings: Iterable[Finding]) -> dict[str, Any]:
     own = [asdict(workers) for workers in worker_sets if workers.job_id == job.job_id]
+    shown = "confidence", "world_size", "disputed", "members"
     return {
         "id": job.job_id,
         "driver": {"pid": job.pid, "node": job.node_id, "entrypoint": job.entrypoint},
         "worker_sets": [
-            {"key": one.pop("name"), "source": one.pop("rule"), **{key: one[key] for key in one if key != "job_id"}}
-            for one in own
+            {"key": one["name"], "source": one["rule"], **{name: one[name] for name in shown}} for one in own
         ],
         "findings": [_finding_fields(finding) for finding in findings if finding.job_id == job.job_id],
     }

@@ -146,7 +146,7 @@ WATCHDOG = """
         blamed = [one for one in diagnose(snapshot, after_s=2) if one.blames]
     (found,) = blamed
     print(found.kind, found.actors[0].class_name, found.waiting.count)
-    print([one.fleet for one in fold_stacks(snapshot)])
+    print([one.worker_set for one in fold_stacks(snapshot)])
     write_report(snapshot, [found], "watchdog.html")
     ray.init(logging_level="error")
     own, others = ray.get_runtime_context().get_job_id(), {one.job_id for one in snapshot.jobs}

@@ -107,7 +107,7 @@ def label_of(rank, size, *, group="policy", waiting=False, step=None, **coords):
     }
 
 
-def fleet_of(stacks, *, driver_waits=True, how=None, **given):
+def ranks_of(stacks, *, driver_waits=True, how=None, **given):
     """Return a job whose actors stand at some stacks, with ranks in their environment."""
     size = len(stacks)
     actors = [actor(number) for number in range(size)]

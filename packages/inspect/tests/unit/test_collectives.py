@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from seen import ALL_REDUCE, QUEUE, SITE, fleet_of
+from seen import ALL_REDUCE, QUEUE, SITE, ranks_of
 
 from fairlead_inspect import diagnose
 from fairlead_inspect._node.collectives import read_dump
@@ -164,8 +164,8 @@ def record(begun, done, *, group="0 default_pg", size=4, operation="all_reduce",
 
 
 def seen(records, stacks=None, **given):
-    """Return a fleet whose ranks have these records, all waiting for their devices unless stacks are given."""
-    snapshot = fleet_of(stacks or [SYNC] * len(records), **given)
+    """Return ranks that have these records, all waiting for their devices unless stacks are given."""
+    snapshot = ranks_of(stacks or [SYNC] * len(records), **given)
     processes = tuple(
         replace(one, records=tuple(records[one.pid - 1000])) if one.pid >= 1000 else one for one in snapshot.processes
     )

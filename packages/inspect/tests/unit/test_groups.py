@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from seen import IDLE, LOOP, QUEUE, actor_id, fleet_of, label_of, process, run, worker_sets
+from seen import IDLE, LOOP, QUEUE, actor_id, label_of, process, ranks_of, run, worker_sets
 
 from fairlead_inspect import diagnose
 
@@ -17,7 +17,7 @@ MEET = LOOP  # a function of the job, which no rule knows to wait for other rank
 
 def labelled(stacks, labels, **given):
     """Return a job whose actors have labels of a group, and the driver does not wait for them."""
-    return replace(fleet_of(stacks, driver_waits=False, **given), labels=labels)
+    return replace(ranks_of(stacks, driver_waits=False, **given), labels=labels)
 
 
 @pytest.fixture

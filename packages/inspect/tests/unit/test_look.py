@@ -12,7 +12,7 @@ import pytest
 import ray
 
 sys.path.insert(0, str(Path(__file__).parent))
-from seen import ALL_REDUCE, QUEUE, fleet_of, worker_sets
+from seen import ALL_REDUCE, QUEUE, ranks_of, worker_sets
 
 from fairlead_inspect import diagnose, label, look, write_report
 
@@ -49,7 +49,7 @@ def test_label():
     label(rank=0, group="first")
     given = label(rank=2, group="policy", world_size=3, coords={"dp": 2})
     assert given == {LABEL: os.environ[LABEL]}
-    seen = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    seen = ranks_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
     ranks = zip(seen.actors, (1, 0, 2), strict=True)
     labels = {one.pid: label(rank=rank, group="policy", world_size=3) for one, rank in ranks}
     processes = tuple(replace(one, environ=labels.get(one.pid, {})) for one in seen.processes)
@@ -82,7 +82,7 @@ def test_label_refuses(options, error, message):
 
 def test_report(tmp_path):
     """The page has the verdict and the stacks, and texts of the job are inert. It loads nothing, and runs nothing."""
-    hung = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    hung = ranks_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
     evil = "train.py --api-key hunter2 <script>alert(1)</script> \x1b[31m </pre>"
     snapshot = pickle.loads(pickle.dumps(replace(hung, jobs=(replace(hung.jobs[0], entrypoint=evil),))))
     write_report(snapshot, diagnose(snapshot), tmp_path / "why.html")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from seen import ALL_REDUCE, JOB, LOOP, NODE, QUEUE, as_json, fleet_of, look, run
+from seen import ALL_REDUCE, JOB, LOOP, NODE, QUEUE, as_json, look, ranks_of, run
 
 from fairlead_inspect import fold_stacks
 from fairlead_inspect.model import Job, Node
@@ -19,7 +19,7 @@ EVIL = "w\x1b[31m\x1b]0;x\x07<script>"
 @pytest.fixture
 def snapshot():
     """A job whose rank 2 hangs, with secrets and escape codes in its texts."""
-    hung = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    hung = ranks_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
     job = replace(hung.jobs[0], entrypoint=f"train.py --api-key hunter2 https://me:hunter2@h token='hunter2' {EVIL}")
     actors = tuple(replace(one, name=f"{EVIL}-x{number}") for number, one in enumerate(hung.actors))
     processes = tuple(replace(one, note="PASSWORD=hunter2") if one.pid == 811 else one for one in hung.processes)
@@ -46,7 +46,7 @@ def test_text(snapshot):
 
 def test_gaps():
     """The verdict says what was not read, why not, and what to do about it."""
-    seen = fleet_of([ALL_REDUCE, QUEUE])
+    seen = ranks_of([ALL_REDUCE, QUEUE])
     (first, *others) = seen.processes
     refused = replace(first, threads=(), note="Permission denied (os error 13)")
     silent = Node("silent", "10.0.0.9", True, "silent", "no answer within 5.0 s")
@@ -110,21 +110,21 @@ def test_report_that_cannot_be_written(snapshot, tmp_path, capsys):
 
 def test_statuses(snapshot):
     """The exit status follows the verdict; `--watch` looks until something hangs; other commands end with 0."""
-    well = fleet_of([ALL_REDUCE, QUEUE], how={number: {"age": 1.0} for number in range(2)})
+    well = ranks_of([ALL_REDUCE, QUEUE], how={number: {"age": 1.0} for number in range(2)})
     status, shown = run(iter([well, well, snapshot]), "why", "--watch", "0")
     assert (status, shown.count("HANGS")) == (1, 1)
     assert as_json(snapshot)["wrong"] is True
     for command in ("ps", "stacks"):
         assert [run(snapshot, command)[0], run(snapshot, command, "--json")[0]] == [0, 0]
-    assert [run(one, "why")[0] for one in (fleet_of([ALL_REDUCE] * 2), well)] == [4, 0]
+    assert [run(one, "why")[0] for one in (ranks_of([ALL_REDUCE] * 2), well)] == [4, 0]
 
 
 def test_watch():
     """`--watch` prints when it looked, and ends with 4 once it has listed the same suspects three times in a row."""
     spins = {"ticks": 100, "switches": 3, "before": LOOP, "states": ("R", "R")}
-    one, two = (fleet_of([LOOP] * size, how=dict.fromkeys(range(size), spins)) for size in (1, 2))
-    together = fleet_of([ALL_REDUCE] * 2)
-    well = fleet_of([ALL_REDUCE, QUEUE], how={number: {"age": 1.0} for number in range(2)})
+    one, two = (ranks_of([LOOP] * size, how=dict.fromkeys(range(size), spins)) for size in (1, 2))
+    together = ranks_of([ALL_REDUCE] * 2)
+    well = ranks_of([ALL_REDUCE, QUEUE], how={number: {"age": 1.0} for number in range(2)})
     for looks in ([one, one, two, well, two, two, two], [well, well, well, together, together, together]):
         left = iter(looks)
         status, shown = run(left, "why", "--watch", "0")

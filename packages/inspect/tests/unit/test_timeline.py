@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from seen import ALL_REDUCE, NODE, NOW, actor_id, fleet_of
+from seen import ALL_REDUCE, NODE, NOW, actor_id, ranks_of
 
 from fairlead_inspect._timeline import make_timeline
 from fairlead_inspect.model import Call
@@ -20,7 +20,7 @@ def span(name, owner, began, ended=None, *, pid=1, node=NODE, failed=False):
 
 def draw(*spans):
     """Return the finished trace as the name of each track with its spans: name, start and duration in seconds."""
-    trace = make_timeline(fleet_of([ALL_REDUCE] * 3), spans)
+    trace = make_timeline(ranks_of([ALL_REDUCE] * 3), spans)
     events = json.loads(json.dumps(trace))["traceEvents"]
     names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
     tracks = {name: [] for name in names.values()}

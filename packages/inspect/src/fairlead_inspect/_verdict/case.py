@@ -8,7 +8,7 @@ from typing import Any
 
 from .._node.waits import INPUT, SLEEP, WAITS_FOR_CHILD
 from ..model import Child, Confidence, Evidence, Finding, Frame, Kind, Named, Snapshot, Suspect, Waiting, WorkerSet
-from .libraries import PACKAGES, is_infrastructure, shows
+from .libraries import PACKAGES, shows
 from .positions import OFTEN_PER_S, Position, find_own
 from .waits import Graph, Wait
 
@@ -29,10 +29,6 @@ class Case:
     def at(self, key: str) -> Position:
         """Return where a process stands."""
         return self.graph.positions.get(key, _UNREAD)
-
-    def is_infrastructure(self, key: str) -> bool:
-        """Return whether an actor belongs to a library and runs no code of the job."""
-        return (actor := self.graph.actors.get(key)) is not None and is_infrastructure(actor)
 
     def call_age(self, key: str) -> float | None:
         """Return for how long the oldest call that runs in a process does so; None without one."""
@@ -102,7 +98,7 @@ class Case:
             key
             for key, at in self.graph.positions.items()
             if (at.motion == "moving" or (at.busy_elsewhere and at.kind not in ("idle", "opaque") and key not in waits))
-            and not self.is_infrastructure(key)
+            and key not in self.graph.infrastructure
         ]
 
     def name(self, key: str) -> str:
@@ -174,14 +170,6 @@ class Case:
             evidence.append(Evidence(source, f"{since_s:.1f} s ago", since_s))
         more = {"blames": True, "since_s": since_s, "since_source": source, "evidence": tuple(evidence), **more}
         return self.say(kind, keys, text, wait, confidence="certain" if sure else "likely", **more)
-
-    def counts(self, key: str) -> Evidence:
-        """Return what two snapshots say of the thread of a process."""
-        process, thread = self.graph.processes.get(key), self.at(key).thread
-        if process is None or thread is None:
-            return Evidence("two snapshots", "no thread that runs a task")
-        counts = f"{thread.switches} context switches and {thread.ticks} ticks in {process.window_s:.1f} s"
-        return Evidence("two snapshots", f"equal stack, {counts}")
 
     def say(
         self,

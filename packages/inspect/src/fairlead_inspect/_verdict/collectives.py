@@ -8,8 +8,6 @@ from ..model import Record, WorkerSet
 from .positions import Position
 from .waits import Graph
 
-Records = Mapping[str, Record]
-
 
 @dataclass(frozen=True)
 class Mismatch:
@@ -39,7 +37,9 @@ def find_mismatch(graph: Graph, workers: WorkerSet, after_s: float) -> Mismatch 
     groups: dict[str, dict[str, Record]] = {}
     for key in at:
         for record in graph.processes[key].records:
-            if _is_current(record, at[key], after_s):
+            # A record of a process that stood for long holds now if it is new, or its thread has not run since.
+            rests = (at[key].since_s or 0.0) >= record.age_s and not at[key].busy_elsewhere
+            if record.stood_s >= after_s and (record.age_s <= after_s or rests):
                 groups.setdefault(record.group, {})[key] = record
     # Who stands in code for collectives without an open one waits for something that is not recorded.
     busy = {key for key, one in at.items() if one.kind == "collective"}
@@ -49,15 +49,7 @@ def find_mismatch(graph: Graph, workers: WorkerSet, after_s: float) -> Mismatch 
     return max(filter(None, found), key=lambda one: (one.blames, len(one.waiting)), default=None)
 
 
-def _is_current(record: Record, at: Position, after_s: float) -> bool:
-    """Return whether a record of a process that stood for long holds now: it is new, or its thread never ran since."""
-    if record.stood_s < after_s:
-        return False
-    rests = at.since_s is not None and at.since_s >= record.age_s and not at.busy_elsewhere
-    return record.age_s <= after_s or rests
-
-
-def _compare(there: Records, busy: set[str]) -> Mismatch | None:
+def _compare(there: Mapping[str, Record], busy: set[str]) -> Mismatch | None:
     """Return the mismatch on one communicator, of which all records are there."""
     number = min(one.done for one in there.values()) + 1
     behind = tuple(key for key, one in there.items() if one.begun < number)
@@ -74,7 +66,7 @@ def _compare(there: Records, busy: set[str]) -> Mismatch | None:
     return Mismatch(ends or behind, waiting, text, 0 < 2 * len(ends) < len(there), first, since_s)
 
 
-def _compare_operations(there: Records, first: Record, since_s: float) -> Mismatch | None:
+def _compare_operations(there: Mapping[str, Record], first: Record, since_s: float) -> Mismatch | None:
     """Return the mismatch of members that have all begun the same number, of which none is the right one."""
     classes: dict[str, list[str]] = {}
     for key, one in there.items():

@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..model import Actor, Call, Confidence, Evidence, Finding, Kind, Reservation, WorkerSet
+from ..model import Actor, Call, Confidence, Evidence, Finding, Kind, Reservation
 from .case import RAN, Case
 from .waits import LACKS_ARGUMENTS, Wait, is_promise
 
@@ -41,18 +41,18 @@ def find_dead(case: Case) -> list[Finding]:
         joins = all(case.at(waiter).rendezvous for waiter in wait.waiters) or not actor.death.intended
         known = wait.workers is None or (wait.workers.world_size is not None and joins)
         sure = not actor.death.intended and wait.workers is not None and wait.workers.confidence == "certain"
-        finding = _blame_dead(case, actor, wait, age, sure=sure)
-        blames = known or (finding.waiting.since_s or 0.0) >= case.after_s
-        found.append(replace(finding, blames=blames, moves=not blames))
+        blames = known or (case.waited(wait) or 0.0) >= case.after_s
+        found.append(_blame_dead(case, actor, wait, age, sure=sure, blames=blames))
     return unique(found) or _find_dead_peers(case)
 
 
 def _blame_dead(
-    case: Case, actor: Actor, wait: Wait, age: float | None, *, sure: bool = False, more: str = ""
+    case: Case, actor: Actor, wait: Wait, age: float | None, *, more: str = "", sure: bool = False, blames: bool = True
 ) -> Finding:
     said = actor.death.cause if actor.death is not None else ""
-    fact, since = Evidence("actor table", f"DEAD: {said}", age), (age, "Ray's table of actors")
-    return case.blame("dead", [actor.actor_id], f"is dead: {said}{more}", wait, since, fact, sure=sure)
+    fact, text = Evidence("actor table", f"DEAD: {said}", age), f"is dead: {said}{more}"
+    fields = {"sure": sure, "blames": blames, "moves": not blames}
+    return case.blame("dead", [actor.actor_id], text, wait, (age, "Ray's table of actors"), fact, **fields)
 
 
 def _find_dead_peers(case: Case) -> list[Finding]:
@@ -157,13 +157,17 @@ def find_pending(case: Case) -> list[Finding]:
             more = {"blames": blames, "moves": moves, "remedy": _STATUS}
             sure, since = wait.certain and bool(lacks) and not launches, (age, "Ray's tables")
             found.append(case.blame("pending", [key], text, wait, since, replace(fact, age_s=age), sure=sure, **more))
-        if (
-            wait.workers is not None
-            and wait.workers.missing
-            and not wait.workers.disputed
-            and not case.snapshot.partial
-        ):
-            found.append(_find_missing(case, wait, wait.workers))
+        workers = wait.workers
+        if workers is not None and workers.missing and not (workers.disputed or case.snapshot.partial):
+            long = (case.waited(wait) or 0.0) >= case.after_s
+            # The driver, or a task, may have one of these ranks.
+            known = {process.environ.get("RANK") for process in case.graph.processes.values()}
+            joining = all(case.at(key).rendezvous for key in wait.waiters) and known.isdisjoint(
+                map(str, workers.missing)
+            )
+            more = {"ranks": workers.missing[:256], "rank_confidence": workers.confidence, "moves": not long}
+            text = "has not joined: no actor has that rank"
+            found.append(case.say("missing", [], text, wait, workers=workers, blames=long and joining, **more))
     return unique(found)
 
 
@@ -198,16 +202,6 @@ def _describe_request(case: Case, resources: Mapping[str, float]) -> str:
     if groups:
         return f"{text} of {groups[0].label}, which {_describe_reason(groups[0])}"
     return text + (f" of placement group {min(ids)[:8]}" if ids else "")
-
-
-def _find_missing(case: Case, wait: Wait, workers: WorkerSet) -> Finding:
-    long = (case.waited(wait) or 0.0) >= case.after_s
-    joining = all(case.at(key).rendezvous for key in wait.waiters)
-    # The driver, or a task, may have one of these ranks.
-    joining &= {one.environ.get("RANK") for one in case.graph.processes.values()}.isdisjoint(map(str, workers.missing))
-    text = "has not joined: no actor has that rank"
-    one = case.say("missing", [], text, wait, workers=workers, blames=long and joining, moves=not long)
-    return replace(one, ranks=workers.missing[:256], rank_confidence=workers.confidence)
 
 
 def find_reservations(case: Case) -> tuple[list[Finding], set[str]]:

@@ -77,11 +77,6 @@ def is_server(frame: Frame) -> bool:
     return (is_library(frame) or shows(PACKAGES, frame)) and shows(_SERVER, frame)
 
 
-def is_replica(actor: Actor) -> bool:
-    """Return whether an actor is a replica of Serve, whose requests to others leave no trace in Ray's tables."""
-    return actor.class_name.startswith("ServeReplica")
-
-
 def is_infrastructure(actor: Actor) -> bool:
     """Return whether an actor is of a library and runs no code of the job, such as the controller of Ray Train."""
     return bool(_INFRASTRUCTURE.search(actor.module)) and not _USER_ACTORS.search(actor.class_name)

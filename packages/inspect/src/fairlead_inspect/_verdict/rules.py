@@ -3,13 +3,13 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .._worker_sets import find_worker_sets
 from ..model import Evidence, Finding, Kind, Snapshot
 from .case import CALLED, RAN, WAITED, Case
 from .collectives import find_mismatch
 from .faults import find_dead, find_deadlocks, find_nodes, find_pending, find_reservations, find_stopped, unique
-from .libraries import is_replica
 from .positions import STANDS, Position
 from .waits import Wait, make_graph
 
@@ -184,7 +184,7 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
             return case.say("working", moving, said, wait, workers=wait.workers, moves=True)
         suspects.update(dict.fromkeys(moving, text))
         return None
-    serving = {key for key in sinks if case.is_infrastructure(key)}
+    serving = graph.infrastructure.intersection(sinks)
     sinks = [key for key in sinks if key not in serving]
     if not sinks:
         # A queue or a barrier of a library waits for others: whoever calls it may be the one that matters.
@@ -196,9 +196,10 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
     row = next(row for row in _TABLE if row.holds(end, case.after_s))
     if row.kind == "undecided":
         suspects.update(dict.fromkeys(sinks, row.text))
-        if any(key in graph.actors and is_replica(graph.actors[key]) for key in sinks):
-            more = [key for key, one in graph.actors.items() if is_replica(one) and one.state == "ALIVE"]
-            suspects.update(dict.fromkeys((key for key in more if key not in suspects), _REPLICA))
+        replicas = [key for key, actor in graph.actors.items() if actor.class_name.startswith("ServeReplica")]
+        if not {*replicas}.isdisjoint(sinks):
+            alive = (key for key in replicas if key not in suspects and graph.actors[key].state == "ALIVE")
+            suspects.update(dict.fromkeys(alive, _REPLICA))
         return None
     if row.kind == "working":
         return case.say("working", sinks, row.text, wait, workers=wait.workers, moves=True)
@@ -232,7 +233,12 @@ def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) ->
     if row.kind == "disk":
         text += f" ({case.graph.processes[keys[0]].file or 'state D'})"
     sure = alone and end.at.motion == "still" and source == RAN
-    return case.blame(row.kind, keys, text, wait, (age, source), case.counts(keys[0]), sure=sure)
+    counts, process, thread = "no thread that runs a task", case.graph.processes.get(keys[0]), case.at(keys[0]).thread
+    if process is not None and thread is not None:
+        moves = f"{thread.switches} context switches and {thread.ticks} ticks in {process.window_s:.1f} s"
+        counts = f"equal stack, {moves}"
+    fact = Evidence("two snapshots", counts)
+    return case.blame(row.kind, keys, text, wait, (age, source), fact, sure=sure)
 
 
 def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
@@ -243,6 +249,7 @@ def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
     waited = case.waited(wait) if collective else None
     if collective and waited is None and all(case.at(key).motion == "spinning" for key in wait.waiters):
         waited = age  # those that spin have waited for as long as the one that they wait for stands
+    reached = case.graph.reach(wait.waiters)
     return _End(
         at=at[0],
         alike=len({(one.kind, one.motion == "disk", one.where) for one in at}) == 1
@@ -251,7 +258,7 @@ def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
         waited=waited or 0.0,
         late=age is not None and age >= case.after_s,
         collective=collective,
-        certain=case.graph.is_certain(wait.waiters),
+        certain=all(one.certain for one in case.graph.waits if not reached.isdisjoint(one.waiters)),
         sleeps=any(map(case.sleeps, keys)),
         called=collective and all(_caller_waits(case, key, wait) for key in keys),
         missing=bool(wait.workers and wait.workers.missing and not case.snapshot.partial),
@@ -284,15 +291,12 @@ def _all_inside(case: Case, wait: Wait) -> Finding | None:
                for key in wait.waiters}  # fmt: skip
     if len(classes) > 1:
         text = f"are in {len(classes)} different collectives, or at different places of one"
-        one = case.say("mismatch", wait.waiters, text, wait, workers=workers, remedy=_RECORDS)
-        listed = [case.suspect(key, "one of those that stand there") for key in classes.values()]
-        return replace(one, suspects=tuple(listed[:MOST_SUSPECTS]))
+        listed = [case.suspect(key, "one of those that stand there") for key in [*classes.values()][:MOST_SUSPECTS]]
+        more = {"remedy": _RECORDS, "suspects": tuple(listed)}
+        return case.say("mismatch", wait.waiters, text, wait, workers=workers, **more)
     inner = at[0].inner.function if at[0].inner else "a collective"
     text = f"wait in {inner}: what they wait for is outside of Python"
     return case.say("together", wait.waiters, text, wait, workers=workers, remedy=_RECORDS)
-
-
-# If no certain wait leads to the cause.
 
 
 def _standing(case: Case) -> list[str]:
@@ -300,21 +304,18 @@ def _standing(case: Case) -> list[str]:
 
     They run a call, or code of the job on a thread of a library, and do not wait for anything that is known.
     """
-    waits = {key for wait in case.graph.waits if wait.kind != "calls" for key in wait.waiters}
-    found = list[str]()
-    for key, at in case.graph.positions.items():
-        if (
-            key in waits
-            or case.is_infrastructure(key)
-            or at.motion == "stopped"
-            or at.kind in ("idle", "unread", "channel")
-        ):
+    graph, found = case.graph, list[str]()
+    waits = {key for wait in graph.waits if wait.kind != "calls" for key in wait.waiters}
+    targets = {key for wait in graph.waits for key in wait.targets}
+    for key, at in graph.positions.items():
+        excluded = key in waits or key in graph.infrastructure or at.motion == "stopped"
+        if excluded or at.kind in ("idle", "unread", "channel"):
             continue
         call = case.call_age(key)
         age = call if at.motion in ("spinning", "unknown") else case.age(key)[0]
-        if at.kind == "opaque" and (call is None or not any(key in one.targets for one in case.graph.waits)):
+        if at.kind == "opaque" and (call is None or key not in targets):
             continue
-        if key == case.graph.driver and (case.sleeps(key) or at.kind == "opaque" or key in case.graph.waiters):
+        if key == graph.driver and (case.sleeps(key) or at.kind == "opaque" or key in graph.waiters):
             continue
         stands = at.stands or (at.kind == "opaque" and not at.moves)
         if stands and (age or 0.0) >= case.after_s:
@@ -327,23 +328,20 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
 
     Somebody waits for them, as far as that is known, everything can be read, and nothing else of the job moves.
     """
-    others = [
-        at for key, at in case.graph.positions.items() if key != case.graph.driver and not case.is_infrastructure(key)
-    ]
-    unknown = (
-        any(at.kind == "unread" or (at.mixed and at.kind != "library") for at in others)
-        or case.at(case.graph.driver).kind == "unread"
-    )
-    if unknown or case.moving() or any(one.kind == "collective" for one in case.graph.waits):
+    graph = case.graph
+    others = [graph.positions[key] for key in graph.positions.keys() - graph.infrastructure - {graph.driver}]
+    unknown = any(at.kind == "unread" or (at.mixed and at.kind != "library") for at in others)
+    unknown |= case.at(graph.driver).kind == "unread"
+    if unknown or case.moving() or any(wait.kind == "collective" for wait in graph.waits):
         return None
-    standing = [key for key in _standing(case) if key not in {*explained, case.graph.driver}]
+    standing = [key for key in _standing(case) if key not in {*explained, graph.driver}]
     # Others may wait inside of a library, or in a coroutine, for the one in code of the job.
     users = [key for key in standing if case.at(key).kind == "user"]
     chosen = users or standing or _find_callers(case)
     if not users and standing and not _is_awaited(case, standing):
         return None
-    alike = {(case.at(key).where, (case.graph.members.get(key) or (key,))[0]) for key in chosen}
-    waits = [one for one in case.graph.waits if {*chosen} & case.graph.reach(one.waiters) - {*one.waiters}]
+    alike = {(case.at(key).where, (graph.members.get(key) or (key,))[0]) for key in chosen}
+    waits = [wait for wait in graph.waits if {*chosen} & graph.reach(wait.waiters) - {*wait.waiters}]
     if len(alike) != 1 or not waits:
         return None
     end = replace(_describe(case, chosen, waits[0]), certain=True, collective=False, waited=0.0)
@@ -372,14 +370,12 @@ _ONLY = (
 
 def _find_callers(case: Case) -> list[str]:
     """Return the processes that have waited for long for an actor of a library, such as a queue, which waits itself."""
-    found = dict[str, None]()
-    for wait in case.graph.waits:
-        if wait.kind == "get" and all(map(case.is_infrastructure, wait.targets)):
-            found.update(dict.fromkeys(key for key in wait.waiters if key != case.graph.driver))
-    serving = {key for wait in case.graph.waits for key in wait.targets if case.is_infrastructure(key)}
-    if serving & case.graph.waiters:
+    graph = case.graph
+    if not graph.waiters.isdisjoint(graph.infrastructure & {key for wait in graph.waits for key in wait.targets}):
         return []
-    return [key for key in found if (case.call_age(key) or 0.0) >= case.after_s]
+    waits = [wait for wait in graph.waits if wait.kind == "get" and graph.infrastructure.issuperset(wait.targets)]
+    callers = dict.fromkeys(key for wait in waits for key in wait.waiters if key != graph.driver)
+    return [key for key in callers if (case.call_age(key) or 0.0) >= case.after_s]
 
 
 def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding]) -> list[Finding]:
@@ -394,9 +390,9 @@ def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding
     alone = len(listed) == 1
     text = f"stands still: {listed[0].text}" if alone else "stand still, and it is not known what for"
     waits = [one for one in case.graph.waits if {*suspects} & case.graph.reach(one.waiters)]
-    one = case.say("undecided", [*suspects], text, waits[0] if waits else None, confidence="guess", remedy=_STACKS)
-    subject = listed[0].name if alone else f"{len(listed)} processes"
-    return [replace(one, subject=subject, suspects=tuple(listed[:MOST_SUSPECTS]), since_s=listed[0].since_s)]
+    more: dict[str, Any] = {"confidence": "guess", "remedy": _STACKS, "suspects": tuple(listed[:MOST_SUSPECTS])}
+    more |= {"subject": listed[0].name if alone else f"{len(listed)} processes", "since_s": listed[0].since_s}
+    return [case.say("undecided", [*suspects], text, waits[0] if waits else None, **more)]
 
 
 def _find_unread(case: Case, suspects: Collection[str]) -> list[Finding]:

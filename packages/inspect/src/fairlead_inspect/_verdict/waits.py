@@ -83,6 +83,11 @@ class Graph:
         return {waiter for wait in self.waits for waiter in wait.waiters}
 
     @cached_property
+    def infrastructure(self) -> set[str]:
+        """The actors that belong to a library and run no code of the job."""
+        return {key for key, actor in self.actors.items() if is_infrastructure(actor)}
+
+    @cached_property
     def members(self) -> Mapping[str, tuple[WorkerSet, Member]]:
         """The worker set of each actor that is in one, and its member there."""
         return {member.key: (workers, member) for workers in reversed(self.worker_sets) for member in workers.members}
@@ -110,11 +115,6 @@ class Graph:
                 seen.add(key)
                 left += self.next.get(key, ())
         return seen
-
-    def is_certain(self, keys: Iterable[str]) -> bool:
-        """Return whether all waits that lead on from some keys are certain."""
-        reached = self.reach(keys)
-        return all(wait.certain for wait in self.waits if not reached.isdisjoint(wait.waiters))
 
     def sinks(self, keys: Iterable[str]) -> set[str]:
         """Return those at the end of the waits from some keys: they wait for nothing that is known."""
@@ -269,24 +269,18 @@ def _find_calls(graph: Graph, read: Container[str]) -> list[Wait]:
     called: dict[str, dict[str, None]] = {}
     for call in graph.tasks.values():
         if call.state == "RUNNING":
-            called.setdefault(_submitter(graph, call), {})[graph.key_of(call)] = None
+            parent, actor_id = graph.tasks.get(call.parent), call.parent[_ACTOR]
+            # The driver, if the thread that has submitted it is not known to Ray.
+            submitter = graph.key_of(parent) if parent else actor_id if actor_id in graph.actors else graph.driver
+            called.setdefault(submitter, {})[graph.key_of(call)] = None
     for key, actor in graph.actors.items():
         busy = key in graph.positions and graph.positions[key].kind in _BUSY
-        if busy and not is_infrastructure(actor) and actor.owner in owners:
+        if busy and key not in graph.infrastructure and actor.owner in owners:
             called.setdefault(owners[actor.owner], {})[key] = None
     waits = []
     for key, at in graph.positions.items():
-        serves = key in graph.actors and is_infrastructure(graph.actors[key])
-        unreadable = serves or at.kind in _UNREADABLE or key.startswith("driver:")
+        unreadable = key in graph.infrastructure or at.kind in _UNREADABLE or key.startswith("driver:")
         targets = tuple(target for target in called.get(key, ()) if target != key)
         if key not in read and unreadable and targets and at.motion != "moving":
             waits.append(Wait("calls", (key,), targets, certain=False))
     return waits
-
-
-def _submitter(graph: Graph, call: Call) -> str:
-    """Return the key of the process that has submitted a call; the driver if its threads are not known to Ray."""
-    if (parent := graph.tasks.get(call.parent)) is not None:
-        return graph.key_of(parent)
-    actor_id = call.parent[_ACTOR]
-    return actor_id if actor_id in graph.actors else graph.driver
