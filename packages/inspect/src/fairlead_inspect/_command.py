@@ -65,12 +65,9 @@ def _make_parser() -> argparse.ArgumentParser:
     why = _add(commands, "why", "say whom a job waits for, where that one stands and since when", _why)
     text = f"call a process late that has not moved for so long ({AFTER_S:g})"
     why.add_argument("--after", type=_seconds, default=AFTER_S, metavar="S", help=text)
-    text = (
-        "look again every S seconds until something hangs (1), or the same suspects have stood still in 3 snapshots (4)"
-    )
+    text = "look again every S seconds until something hangs (1), or the same suspects stand still in 3 snapshots (4)"
     why.add_argument("--watch", type=_seconds, metavar="S", help=text)
-    text = "write the verdict, the processes and their stacks as HTML"
-    why.add_argument("--report", type=Path, metavar="FILE", help=text)
+    why.add_argument("--report", type=Path, metavar="FILE", help="write the verdict, processes and stacks as HTML")
     _add(commands, "ps", "list the processes of all jobs, with their ranks and whether they move", _ps)
     _add(commands, "stacks", "show where processes stand, equal positions once with their ranks", _stacks)
     timeline = _add(commands, "timeline", "write the calls and tasks of all jobs as a Chrome trace", _timeline)

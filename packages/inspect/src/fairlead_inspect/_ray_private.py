@@ -59,7 +59,7 @@ def check_ray() -> None:
         values = dict(getattr(_find_generated(kind), "items", tuple)())
         found += [f"{kind}.{one} is {values.get(one)}, not {n}" for one, n in numbers.items() if values.get(one) != n]
     accessor = getattr(getattr(ray, "_raylet", None), "GlobalStateAccessor", None)
-    found += [f"GlobalStateAccessor has no {one}" for one in _TABLES if not hasattr(accessor, one)]
+    found += [f"GlobalStateAccessor has no {table}" for table in _TABLES if not hasattr(accessor, table)]
     for path, variable in _VARIABLES.items():
         function: Any = ray._private.worker
         for part in path.split("."):
@@ -87,7 +87,7 @@ def read_jobs(job_id: str | None = None) -> list[Job]:
     rows = [JobTableData.FromString(raw) for raw in _accessor().get_job_table()]
     return [
         Job(one.job_id.hex(), one.entrypoint, one.driver_pid, driver.node_id.hex(), driver.worker_id.hex())
-        for one, driver in ((one, one.driver_address) for one in rows if not one.is_dead)
+        for one, driver in ((row, row.driver_address) for row in rows if not row.is_dead)
         if (COMMAND_MARK not in one.config.metadata if job_id is None else one.job_id.hex() == job_id)
     ]
 
@@ -122,11 +122,8 @@ def _parse_actor(kind: Any, row: Any) -> Actor:
 
 def _find_installs(environment: str) -> tuple[str, ...]:
     """Return the parts of a runtime environment that are installed or downloaded before a worker starts."""
-    try:
-        parts = json.loads(environment or "{}")
-    except ValueError:
-        return ()
-    return tuple(name for name in _INSTALLED if isinstance(parts, dict) and parts.get(name))
+    parts = json.loads(environment or "{}")
+    return tuple(name for name in _INSTALLED if parts.get(name))
 
 
 def _parse_death(row: Any) -> Death:
@@ -222,19 +219,16 @@ def read_reservations() -> list[Reservation]:
 
 
 def read_launches() -> int:
-    """Return how many nodes an autoscaler requests or starts; 0 if none runs.
-
-    Reason: the public command `ray status` prints text, and counts nodes without saying which are on the way.
-    """
+    """Return how many nodes an autoscaler requests or starts, which `ray status` does not say; 0 if none runs."""
     from ray.autoscaler.v2.sdk import get_cluster_status
 
     status = get_cluster_status(ray.get_runtime_context().gcs_address)
-    return len(status.pending_nodes) + sum(int(one.count) for one in status.pending_launches)
+    return len(status.pending_nodes) + sum(int(launch.count) for launch in status.pending_launches)
 
 
 def write_bundles(bundles: Iterable[Mapping[str, float]]) -> str:
     """Return the bundles of a placement group as text, such as "2 x 1 CPU, 1 GPU"."""
-    texts = [", ".join(f"{amount:g} {name}" for name, amount in sorted(one.items())) for one in bundles]
+    texts = [", ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items())) for bundle in bundles]
     return "; ".join(f"{count} x {text}" for text, count in Counter(texts).items())
 
 

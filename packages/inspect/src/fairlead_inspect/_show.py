@@ -220,7 +220,7 @@ def to_json(snapshot: Snapshot, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return a look and its findings as JSON, without secrets."""
     worker_sets = find_worker_sets(snapshot)
     unread = [{"node": one.node_id, "pid": one.pid, "reason": one.note} for one in snapshot.processes if one.note]
-    silent = [{"node": one.address, "reason": one.note} for one in snapshot.nodes if one.answer == "silent"]
+    silent = [{"node": node.address, "reason": node.note} for node in snapshot.nodes if node.answer == "silent"]
     fields: dict[str, Any] = clean_all(
         {
             "schema": SCHEMA,
@@ -245,7 +245,7 @@ def _job_fields(job: Job, worker_sets: Iterable[WorkerSet], findings: Iterable[F
         "id": job.job_id,
         "driver": {"pid": job.pid, "node": job.node_id, "entrypoint": job.entrypoint},
         "worker_sets": [
-            {"key": one["name"], "source": one["rule"], **{name: one[name] for name in shown}} for one in own
+            {"key": alike["name"], "source": alike["rule"], **{name: alike[name] for name in shown}} for alike in own
         ],
         "findings": [_finding_fields(finding) for finding in findings if finding.job_id == job.job_id],
     }
@@ -342,10 +342,10 @@ def fold_stacks(snapshot: Snapshot) -> list[StackClass]:
 def draw_stacks(classes: Iterable[StackClass]) -> RenderableType:
     """Return the distinct positions, each under those that stand there."""
     parts: list[RenderableType] = []
-    for one in classes:
-        who = ", ".join(filter(None, one.ranks)) or f"pid {', '.join(map(str, one.pids))}"
-        parts.append(Text(clean(f"{one.worker_set} {who}: {one.does}"), style="bold"))
-        lines = (f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in one.where)
+    for alike in classes:
+        who = ", ".join(filter(None, alike.ranks)) or f"pid {', '.join(map(str, alike.pids))}"
+        parts.append(Text(clean(f"{alike.worker_set} {who}: {alike.does}"), style="bold"))
+        lines = (f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in alike.where)
         parts += [Text(clean(line)) for line in lines]
     return Group(*parts)
 

@@ -124,11 +124,6 @@ class Process:
     file: str = ""
     records: tuple[Record, ...] = ()
 
-    @property
-    def references(self) -> tuple[Reference, ...]:
-        """The objects that its threads wait for."""
-        return tuple(one for thread in self.threads for one in thread.references)
-
 
 @dataclass(frozen=True)
 class Death:
@@ -265,7 +260,7 @@ class WorkerSet:
     @property
     def missing(self) -> tuple[int, ...]:
         """The ranks below the world size that no member has, if the ranks of all members are known."""
-        ranks = {one.rank for one in self.members}
+        ranks = {member.rank for member in self.members}
         return tuple(rank for rank in range(self.world_size or 0) if rank not in ranks) if None not in ranks else ()
 
 

@@ -76,7 +76,7 @@ def _summarize(dump: Any, age_s: float, written: float, environ: Mapping[str, st
     # Of a communicator without entries it is known that it was not used only if the buffer was never full.
     if entries and entries[0]["record_id"] == 0:
         groups = {(str(name), str(one["desc"])): [0, 0, "", False] for name, one in config.items() if one["ranks"]}
-    stood_s = min((written - one["time_created_ns"] / 1e9 for one in entries), default=0.0)
+    stood_s = min((written - entry["time_created_ns"] / 1e9 for entry in entries), default=0.0)
     for one in entries:
         name, description = map(str, one["process_group"])
         group = groups.setdefault((name, description), [0, 0, "", False])

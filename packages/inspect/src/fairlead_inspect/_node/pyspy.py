@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from .references import is_get, read_references
+from .references import read_references
 
 MOST_FRAMES = 64
 # Where a thread begins; a stack that does not reach it is torn.
@@ -64,11 +64,9 @@ def _read_threads(pid: int, threads: Any, offset: int) -> list[dict[str, Any]]:
     for thread in threads:
         if not (frames := thread["frames"]):
             continue
-        stack = tuple(
-            (frame["filename"], frame["name"], frame["line"]) for frame in frames[: MOST_FRAMES - 1] + frames[-1:]
-        )
+        shown = frames if len(frames) <= MOST_FRAMES else [*frames[: MOST_FRAMES - 1], frames[-1]]
+        stack = tuple((frame["filename"], frame["name"], frame["line"]) for frame in shown)
         row = {"tid": thread.get("os_thread_id") or pid, "name": thread.get("thread_name") or "", "stack": stack}
-        waits = any(is_get(frame["filename"], frame["name"]) for frame in frames[:4])
-        row["references"], row["unread"] = read_references(pid, frames, offset) if waits else ([], 0)
+        row["references"], row["unread"] = read_references(pid, frames, offset)
         rows.append(row)
     return rows

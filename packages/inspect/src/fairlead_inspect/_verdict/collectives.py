@@ -27,7 +27,7 @@ def find_mismatch(graph: Graph, workers: WorkerSet, after_s: float) -> Mismatch 
     A member is blamed only if it waits in no collective itself, so that a chain of communicators leads to its end. Half
     of the members or more are not: one may have left a long computation early that the others are in.
     """
-    at = {one.key: graph.positions.get(one.key, Position("unread")) for one in workers.members}
+    at = {member.key: graph.positions.get(member.key, Position("unread")) for member in workers.members}
     if (
         workers.missing
         or workers.disputed
@@ -45,7 +45,7 @@ def find_mismatch(graph: Graph, workers: WorkerSet, after_s: float) -> Mismatch 
     busy = {key for key, one in at.items() if one.kind == "collective"}
     for there in groups.values():
         busy |= {key for key, one in there.items() if one.sends or one.begun > one.done}
-    found = [_compare(there, busy) for there in groups.values() if len(there) == next(iter(there.values())).size]
+    found = [_compare(group, busy) for group in groups.values() if len(group) == next(iter(group.values())).size]
     return max(filter(None, found), key=lambda one: (one.blames, len(one.waiting)), default=None)
 
 

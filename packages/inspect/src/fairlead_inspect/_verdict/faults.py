@@ -96,7 +96,7 @@ def find_stopped(case: Case) -> list[Finding]:
         wait = next((wait for wait in graph.waits if key in graph.reach(wait.waiters)), None)
         if at.motion == "stopped":
             # A driver that is stopped explains idle workers, and not workers that hang.
-            others = [other.kind for of, other in graph.positions.items() if of != key]
+            others = [place.kind for other, place in graph.positions.items() if other != key]
             blames = key != case.graph.driver or all(kind in ("idle", "unread") for kind in others)
             fact = Evidence("/proc/PID/stat", f"state {process.states[1]} in both snapshots")
             more = {"blames": blames, "remedy": f"kill -CONT {process.pid}"}
@@ -180,7 +180,7 @@ def _base(resources: Mapping[str, float]) -> dict[str, float]:
 def _find_lacking(case: Case, resources: Mapping[str, float]) -> str:
     """Return what no node has of a request, as a clause; empty if a node may hold it, or nodes are not known."""
     wants = _base(resources)
-    nodes = [one.resources for one in case.snapshot.nodes if one.alive]
+    nodes = [node.resources for node in case.snapshot.nodes if node.alive]
     if not wants or not any(nodes) or any("_group_" in name for name in resources):
         return ""
     for name, amount in wants.items():
@@ -197,7 +197,7 @@ def _describe_request(case: Case, resources: Mapping[str, float]) -> str:
     if not wants:
         return ""
     ids = {name.partition("_group_")[2].rpartition("_")[2] for name in resources if "_group_" in name}
-    groups = [one for one in case.snapshot.reservations if one.group_id in ids]
+    groups = [group for group in case.snapshot.reservations if group.group_id in ids]
     text = ": it requests " + ", ".join(f"{amount:g} {base}" for base, amount in wants.items())
     if groups:
         return f"{text} of {groups[0].label}, which {_describe_reason(groups[0])}"
@@ -209,7 +209,7 @@ def find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
     groups = [one for one in case.snapshot.reservations if one.job_id == case.graph.job.job_id]
     sure: dict[str, bool] = {}
     for key, process in case.graph.processes.items():
-        at, ids = case.at(key), [reference.object_id for reference in process.references]
+        at, ids = case.at(key), [reference.object_id for thread in process.threads for reference in thread.references]
         if at.thread is not None and any(frame.file.endswith(_PLACEMENT) for frame in at.thread.stack[:3]):
             sure[key] = True
         elif at.kind == "ray-get" and ids and all(map(is_promise, ids)):

@@ -71,11 +71,11 @@ def locate(process: Process, *, driver: bool = False) -> Position:
     # A library waits for the thread on which it runs code of the job.
     beside = [] if driver else [one for one in others if _is_of_job(one)]
     tasks = [one for one in tasks if one.kind != "library"] or (tasks and beside) or tasks
-    others = [one for one in others if one not in tasks]
+    others = [other for other in others if other not in tasks]
     waits_aside = any(one.kind in _WAITS for one in others)
     if not tasks:
         return Position(_without_task(process, others, driver=driver), _move_of(process.states, process.ticks))
-    waits = [one for one in tasks if one.kind in _WAITS]
+    waits = [task for task in tasks if task.kind in _WAITS]
     chosen = next((one for one in tasks if one.motion == "moving"), (waits or tasks)[0])
     apart = len(waits) > 1 or (not waits and len({one.where for one in tasks}) > 1)
     # Calls of one actor may wait for each other, if all of them stand in code of the job.
@@ -88,7 +88,7 @@ def locate(process: Process, *, driver: bool = False) -> Position:
     limit = max(WAKING_TICKS, 0.1 * TICKS_PER_S * process.window_s)
     aside = [one for one in (*tasks, *others) if one.thread is not chosen.thread]
     elsewhere = process.ticks - own_ticks > limit or any(_works(one, process.window_s) for one in aside)
-    elsewhere |= any(one.ticks > WAKING_TICKS or {*one.states} & {*"RD"} for one in process.children)
+    elsewhere |= any(child.ticks > WAKING_TICKS or {*child.states} & {*"RD"} for child in process.children)
     if _move_of(process.states, process.ticks) == "stopped":
         chosen = replace(chosen, motion="stopped")
     return replace(chosen, mixed=(len(tasks) > 1 and not rest) or waits_aside, busy_elsewhere=elsewhere)
@@ -98,7 +98,7 @@ def _without_task(process: Process, others: Iterable[Position], *, driver: bool)
     """Return "opaque" for a process without a thread that runs a call, if something else of it may run one."""
     # A method without Python frames runs in a coroutine, or Ray runs a generator, or a thread of the job does it.
     runs = "." in process.title.partition("::")[2] or (driver and not process.threads)
-    serves = any(one.name.startswith("AsyncIO Thread") for one in process.threads)
+    serves = any(thread.name.startswith("AsyncIO Thread") for thread in process.threads)
     works = any(map(_is_of_job, others))
     return "opaque" if runs or serves or works else "idle"
 

@@ -123,12 +123,12 @@ def _judge(case: Case) -> list[Finding]:
     ]  # fmt: skip
     # Who waits for one of these is explained.
     explained = held_up | {actor.id for one in found for actor in one.actors if one.blames}
-    tasks = {(one.task, one.pid) for one in found if one.blames and one.task}
+    tasks = {(finding.task, finding.pid) for finding in found if finding.blames and finding.task}
     explained |= {f"task:{key}" for key, task in case.graph.tasks.items() if (task.name, task.pid) in tasks}
     if any(one.kind == "stopped" and not one.actors for one in found):
         explained.add(case.graph.driver)
     for workers in case.graph.worker_sets:
-        members = {one.key for one in workers.members}
+        members = {member.key for member in workers.members}
         odd = None if members & explained else find_mismatch(case.graph, workers, case.after_s)
         if odd is not None:
             facts = f"{len(odd.waiting)} of {odd.record.size} members wait, {len(odd.behind)} differ"
@@ -137,7 +137,7 @@ def _judge(case: Case) -> list[Finding]:
             found.append(case.blame("mismatch", odd.behind, odd.text, wait, since, fact, blames=odd.blames))
             explained |= members
     ends, suspects = _find_ends(case, explained)
-    blamed = {actor.id for one in ends if one.blames for actor in one.actors}
+    blamed = {actor.id for end in ends if end.blames for actor in end.actors}
     # A finding that blames no process, and speaks of those that another one blames, says nothing more.
     found += [
         one
@@ -174,9 +174,7 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
     graph, sinks = case.graph, sorted(case.graph.sinks(wait.targets or wait.waiters))
     # A worker set that is in a collective with all its members waits for itself. Faults without a process are named
     # elsewhere.
-    absent = {key for key, actor in graph.actors.items() if actor.state != "ALIVE"}
-    absent |= {f"task:{key}" for key, task in graph.tasks.items() if task.state.startswith("PENDING")}
-    if not {*graph.waiters, *absent}.isdisjoint(sinks):
+    if any(key in graph.waiters or key in graph.absent for key in sinks):
         return None
     if moving := [key for key in sinks if case.at(key).moves]:
         if (text := _find_doubt(case, moving, wait)) is None:
@@ -274,7 +272,7 @@ def _caller_waits(case: Case, key: str, wait: Wait) -> bool:
     """Return whether the maker of an idle actor waits for those that wait, and no call waits for its arguments."""
     graph, actor = case.graph, case.graph.actors.get(key)
     owner = next((of for of, one in graph.actors.items() if actor and one.worker_id == actor.owner), case.graph.driver)
-    if any(one.actor_id == key and one.state != "RUNNING" for one in graph.tasks.values()):
+    if any(task.actor_id == key and task.state != "RUNNING" for task in graph.tasks.values()):
         return False
     waits = [one for one in graph.waits if one.certain and owner in one.waiters]
     return any({*one.targets} & {*wait.waiters} and case.at(owner).motion != "stopped" for one in waits)
@@ -353,7 +351,7 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
 def _is_awaited(case: Case, keys: Sequence[str]) -> bool:
     """Return whether a coroutine is the only call that a process awaits whose own waits cannot be read."""
     key = keys[0]
-    awaited = any(one.kind == "calls" and key in one.targets for one in case.graph.waits)
+    awaited = any(wait.kind == "calls" and key in wait.targets for wait in case.graph.waits)
     calls = [call for call in case.graph.tasks.values() if call.state == "RUNNING" and case.graph.key_of(call) == key]
     alone = len(keys) == 1 and awaited and len(calls) == 1 and not case.graph.next.get(key)
     return alone and case.at(key).kind == "opaque" and case.at(key).thread is None
@@ -389,7 +387,7 @@ def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding
         return []
     alone = len(listed) == 1
     text = f"stands still: {listed[0].text}" if alone else "stand still, and it is not known what for"
-    waits = [one for one in case.graph.waits if {*suspects} & case.graph.reach(one.waiters)]
+    waits = [wait for wait in case.graph.waits if {*suspects} & case.graph.reach(wait.waiters)]
     more: dict[str, Any] = {"confidence": "guess", "remedy": _STACKS, "suspects": tuple(listed[:MOST_SUSPECTS])}
     more |= {"subject": listed[0].name if alone else f"{len(listed)} processes", "since_s": listed[0].since_s}
     return [case.say("undecided", [*suspects], text, waits[0] if waits else None, **more)]
@@ -404,7 +402,7 @@ def _find_unread(case: Case, suspects: Collection[str]) -> list[Finding]:
     why = {
         "cannot be read, so any of them may hang": [key for key in left if case.at(key).kind == "unread"],
         "in ray.get for objects whose ids cannot be read, so it is not known what for": [
-            key for key in gets if not graph.processes[key].references
+            key for key in gets if not any(thread.references for thread in graph.processes[key].threads)
         ],
     }
     for text, keys in why.items():

@@ -83,6 +83,12 @@ class Graph:
         return {waiter for wait in self.waits for waiter in wait.waiters}
 
     @cached_property
+    def absent(self) -> set[str]:
+        """The actors that do not live, and the tasks that have not started."""
+        actors = {key for key, actor in self.actors.items() if actor.state != "ALIVE"}
+        return actors | {f"task:{key}" for key, task in self.tasks.items() if task.state.startswith("PENDING")}
+
+    @cached_property
     def infrastructure(self) -> set[str]:
         """The actors that belong to a library and run no code of the job."""
         return {key for key, actor in self.actors.items() if is_infrastructure(actor)}
@@ -252,8 +258,8 @@ def _find_arguments(graph: Graph) -> list[Wait]:
     waits = []
     for call in graph.tasks.values():
         if call.state == LACKS_ARGUMENTS:
-            others = (one for one in graph.tasks.values() if one.state != LACKS_ARGUMENTS)
-            targets = tuple(dict.fromkeys(graph.key_of(one) for one in others if one.parent == call.parent))
+            others = (task for task in graph.tasks.values() if task.state != LACKS_ARGUMENTS)
+            targets = tuple(dict.fromkeys(graph.key_of(other) for other in others if other.parent == call.parent))
             if targets:
                 waits.append(Wait("args", (f"task:{call.task_id}",), targets, len(targets) == 1))
     return waits
