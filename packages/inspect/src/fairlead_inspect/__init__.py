@@ -2,7 +2,7 @@
 """Inspection of Ray jobs: which process does a job wait for, which rank is late or dead.
 
 `python -m fairlead_inspect why` looks at any job, which needs no library of Fairlead; `look` and `diagnose` do it in a
-program. If fairlead-workergroup is installed, a look also reads the ranks and coordinates of its groups.
+program. If fairlead-workergroup is installed, a snapshot also has the ranks and coordinates of its groups.
 """
 
 import importlib

@@ -81,7 +81,7 @@ def _add(commands: Any, name: str, what: str, run: Any) -> argparse.ArgumentPars
     parser = add_command(commands, name, what, epilog=_EPILOG, json=looks)
     parser.set_defaults(run=run, here=False)
     parser.add_argument("--job", metavar="ID", help="only this job; default: all that run")
-    parser.add_argument("--timeout", type=_seconds, default=TIMEOUT_S, metavar="S", help=f"of a look ({TIMEOUT_S:g})")
+    parser.add_argument("--timeout", type=_seconds, default=TIMEOUT_S, metavar="S", help=f"of it all ({TIMEOUT_S:g})")
     text = f"between its two parts ({WINDOW_S:g})"
     parser.add_argument("--window", type=_seconds, default=WINDOW_S, metavar="S", help=text)
     if looks:

@@ -43,7 +43,7 @@ HEAD_PART = 0.6
 def look_at_cluster(
     job_id: str | None, *, window_s: float = WINDOW_S, timeout_s: float = TIMEOUT_S, own: bool = False
 ) -> Snapshot:
-    """Return one look at the jobs of the cluster that this process is attached to, or at one of them.
+    """Return a snapshot of the jobs of the cluster that this process is attached to, or at one of them.
 
     See `fairlead_inspect.look` for the arguments and errors. The job of this process is left out if it is not `own`.
     """
@@ -54,7 +54,7 @@ def look_at_cluster(
         return ask_head(f"list the {what}", function, *args, timeout_s=timeout_s * HEAD_PART)
 
     def attempt(what: str, fallback: _T, read: Callable[[], _T]) -> _T:
-        """Read what a look can do without, and note if it is missing."""
+        """Read what a snapshot can do without, and note if it is missing."""
         try:
             return read()
         except Exception as error:  # noqa: BLE001
@@ -163,7 +163,7 @@ def parse(node_id: str, answer: Mapping[str, Any]) -> list[Process]:
 
 
 def look_here(*, window_s: float = WINDOW_S, timeout_s: float = TIMEOUT_S) -> Snapshot:
-    """Return a look at the workers of Ray on this machine, without Ray: their actors are made up of their titles."""
+    """Return a snapshot of Ray's workers on this machine, without Ray: their actors are made up of their titles."""
     began = time.monotonic()
     answer = look(None, (), window_s, timeout_s, -1)
     workers = tuple(one for one in parse("here", answer) if not one.title.startswith("ray::IDLE"))

@@ -23,22 +23,22 @@ def look(
     """Look once at the jobs of a cluster, without a signal to any process.
 
     In a process that is connected to Ray, it looks at that cluster, including the job of the process itself, for
-    example from an actor that watches over its job. Else it attaches for the look, and needs no job there.
+    example from an actor that watches over its job. Else it attaches for it, and needs no job there.
 
     Args:
         address: the cluster, as for `fairlead_placement.init_ray`, but none is started.
         job: the id of the only job to look at; None for all that run.
-        window_s: the seconds between the two parts of the look, which tell what moves.
+        window_s: the seconds between its two parts, which tell what moves.
         timeout_s: the seconds for all of it. Nodes that have not answered by then are `silent`.
 
     Returns:
-        The look, for `diagnose`, `fold_stacks` and `write_report`. It can be pickled.
+        The snapshot, for `diagnose`, `fold_stacks` and `write_report`. It can be pickled.
 
     Raises:
         ValueError: the address is not one or "local", a time is not positive, or no such job runs.
         PlacementError: the cluster cannot be reached.
         HeadTimeoutError: Ray's head did not answer.
-        RayVersionError: a private part of this version of Ray differs from what a look reads.
+        RayVersionError: a private part of this version of Ray differs from what this package reads.
     """
     for name, value in (("window_s", window_s), ("timeout_s", timeout_s)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A look and its findings as tables, text, JSON and HTML, without secrets and escapes."""
+"""A snapshot and its findings as tables, text, JSON and HTML, without secrets and escapes."""
 
 import datetime
 import io
@@ -165,7 +165,7 @@ def draw_findings(snapshot: Snapshot, findings: Sequence[Finding]) -> Renderable
 
 
 def draw_gaps(snapshot: Snapshot) -> RenderableType:
-    """Return what a look could not read, and why."""
+    """Return what a snapshot lacks, and why."""
     silent = [node for node in snapshot.nodes if node.answer == "silent"]
     lines = [f"Node {node.address}: {node.note}" for node in silent[:8]]
     if unread := [process for process in snapshot.processes if process.note]:
@@ -217,7 +217,7 @@ def _describe(waiting: Waiting) -> str:
 
 
 def to_json(snapshot: Snapshot, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return a look and its findings as JSON, without secrets."""
+    """Return a snapshot and its findings as JSON, without secrets."""
     worker_sets = find_worker_sets(snapshot)
     unread = [{"node": one.node_id, "pid": one.pid, "reason": one.note} for one in snapshot.processes if one.note]
     silent = [{"node": node.address, "reason": node.note} for node in snapshot.nodes if node.answer == "silent"]
@@ -351,12 +351,12 @@ def draw_stacks(classes: Iterable[StackClass]) -> RenderableType:
 
 
 def write_report(snapshot: Snapshot, findings: Sequence[Finding], path: str | os.PathLike[str]) -> None:
-    """Write a look and its verdict as one HTML file that loads nothing from elsewhere.
+    """Write a snapshot and its verdict as one HTML file that loads nothing from elsewhere.
 
     Values that look like a token or a password are redacted, and texts of the job are escaped.
 
     Args:
-        snapshot: a look that `look` returned.
+        snapshot: what `look` has returned.
         findings: its verdict, which `diagnose` returned.
         path: the file, which is replaced.
 

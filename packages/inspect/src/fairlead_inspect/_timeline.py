@@ -12,7 +12,7 @@ from .model import Call, Snapshot
 
 
 def make_timeline(snapshot: Snapshot, spans: Iterable[Call]) -> dict[str, Any]:
-    """Return the file's content, in us from the first event; what has not ended ends at the look, and is marked."""
+    """Return the file's content, in us from the first event; what has not ended ends at the snapshot, and is marked."""
     by_track = group_pairs(((span.node_id, span.actor_id or f"pid {span.pid}"), span) for span in spans)
     names, addresses = _name_actors(snapshot), {node.node_id: node.address for node in snapshot.nodes}
     zero = min((span.began for track in by_track.values() for span in track), default=snapshot.looked_at)

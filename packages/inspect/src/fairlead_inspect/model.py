@@ -43,9 +43,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread of a process in two looks: counts are between them, and None if unknown, as is when it ran last.
+    """A thread of a process at two moments: counts are between them, and None if unknown, as is when it ran last.
 
-    `stack` is of the later look, innermost frame first, and `before` of the earlier one, None if it was not read then.
+    `stack` is of the later one, innermost frame first, and `before` of the earlier one, None if it was not read then.
     `waits_inside` says whether the innermost line waits for a device or another rank in native code, and `waits_on`
     what it waits for in the kernel, such as "time.sleep" or "10.0.0.9:443". It waits for the `references`, and for
     further objects, as many as `unread`, whose ids could not be read.
@@ -67,7 +67,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class Child:
-    """A process that a worker has started: states in both looks, CPU ticks between them, where it stands, since when.
+    """A process that a worker has started: states at both moments, CPU ticks between them, where it stands, since when.
 
     Stacks of children are read only where the worker stands in code that waits for a child.
     """
@@ -103,7 +103,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Process:
-    """A process as the kernel and py-spy see it in two looks, `window_s` apart.
+    """A process as the kernel and py-spy see it at two moments, `window_s` apart.
 
     `ticks` are the CPU ticks of all its threads between them, `environ` has allowed variables only, `note` says why
     there are no stacks, and `file` names the function of the kernel that a wait for a disk is in. `records` says which
@@ -266,7 +266,7 @@ class WorkerSet:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that one look has seen, as plain values that can be pickled.
+    """All that `look` has seen, as plain values that can be pickled.
 
     Attributes:
         looked_at: when, in seconds since the epoch.
@@ -281,7 +281,7 @@ class Snapshot:
         finished: the ids of tasks that are over.
         labels: what Fairlead's groups say of actors, by their ids: `rank`, `group`, `world_size`, `coords`, `waiting`
             (whether it waits for other members) and `step`.
-        took_s: how long the look took.
+        took_s: how many seconds that took.
         notes: what could not be read, and why.
     """
 
