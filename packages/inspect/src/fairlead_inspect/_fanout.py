@@ -43,7 +43,7 @@ HEAD_PART = 0.6
 def look_at_cluster(
     job_id: str | None, *, window_s: float = WINDOW_S, timeout_s: float = TIMEOUT_S, own: bool = False
 ) -> Snapshot:
-    """Return a snapshot of the jobs of the cluster that this process is attached to, or at one of them.
+    """Return a snapshot of the jobs of the cluster that this process is attached to, or of one of them.
 
     See `fairlead_inspect.look` for the arguments and errors. The job of this process is left out if it is not `own`.
     """

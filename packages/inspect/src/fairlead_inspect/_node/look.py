@@ -63,8 +63,9 @@ def look(
     rows = sorted(filter(None, begun), key=lambda row: row["states"][0] not in "TtDR")
     until, notes = time.monotonic() + max(DUMPS_S, (timeout_s - window_s) / 2), [] if program else [MISSING]
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        for row, dumped in zip(rows, pool.map(lambda row: dump(row["pid"], program, offset, until), rows), strict=True):
-            row["threads"], row["note"], row["dumped"] = *dumped, time.monotonic()
+        dumps = pool.map(lambda row: (*dump(row["pid"], program, offset, until), time.monotonic()), rows)
+        for row, dumped in zip(rows, dumps, strict=True):
+            row["threads"], row["note"], row["dumped"] = dumped
         stayed = list(pool.map(lambda row: _look_again(row, program, offset, window_s, until + window_s), rows))
     rows = [row for row, lives in zip(rows, stayed, strict=True) if lives]
     _read_ages(rows)
