@@ -56,12 +56,12 @@ class _End:
     alike: bool  # all stand at one place
     age: float | None  # of the one that has stood for least; None if that is not known
     waited: float  # for how long those in a collective have waited for them; 0 if that is not known
+    young: bool  # those in a collective have waited for less than it takes to be late
     late: bool  # `age` is as long as it takes to be late
     collective: bool  # ranks in a collective wait for them
-    certain: bool  # and so do the waits that lead there
+    certain: bool  # the waits that lead there are, and no rank of their set is missing
     sleeps: bool  # one of them waits for a timer or has traffic
     called: bool  # the caller of idle ones waits for their peers, so that they should have been called
-    missing: bool  # ranks of their set are missing
     paused: bool  # it is a single task that runs, for as long as it takes to be late, without code of the job
 
 
@@ -70,48 +70,44 @@ class _Row:
     """What is said of the end of a wait, if it is so; an empty text explains it elsewhere."""
 
     kind: Kind
-    holds: Callable[[_End, float], bool]
+    holds: Callable[[_End], bool]
     text: str
     blames: bool = False
 
 
-# The first row that holds is the finding. The second argument is the time after which a process is late.
+# The first row that holds is the finding.
 _TABLE = (
-    _Row("undecided", lambda end, after: end.at.kind in ("opaque", "channel"),
+    _Row("undecided", lambda end: end.at.kind in ("opaque", "channel"),
          "runs a call, and another thread or a coroutine of it may wait"),
-    _Row("undecided", lambda end, after: end.at.kind == "unread", "its stacks cannot be read"),
-    _Row("undecided", lambda end, after: end.at.kind in ("device", "collective"),
+    _Row("undecided", lambda end: end.at.kind == "unread", "its stacks cannot be read"),
+    _Row("undecided", lambda end: end.at.kind in ("device", "collective"),
          "may wait for its device or for another rank"),
-    _Row("undecided", lambda end, after: end.at.kind in ("library", "ray-get"),
+    _Row("undecided", lambda end: end.at.kind in ("library", "ray-get"),
          "waits inside Ray or one of its libraries, and it is not known what for"),
-    _Row("undecided", lambda end, after: not end.alike, "does not move; it may wait for another one"),
-    _Row("working", lambda end, after: end.collective and end.waited < after,
-         "others wait for it, but it has not stood still for as long as --after"),
-    _Row("late", lambda end, after: end.at.kind == "idle" and end.called and end.certain and not end.missing,
+    _Row("undecided", lambda end: not end.alike, "does not move; it may wait for another one"),
+    _Row("working", lambda end: end.young, "others wait for it, but it has not stood still for as long as --after"),
+    _Row("late", lambda end: end.at.kind == "idle" and end.called and end.certain,
          "runs nothing: it was not called, or it has returned", blames=True),
-    _Row("late", lambda end, after: end.at.kind == "idle" and end.paused and end.certain,
+    _Row("late", lambda end: end.at.kind == "idle" and end.paused and end.certain,
          "is a generator that waits until its items are taken, or waits inside of Ray", blames=True),
-    _Row("undecided", lambda end, after: end.at.kind == "idle",
-         "runs nothing: its call may be over, or wait for its turn"),
-    _Row("undecided", lambda end, after: end.at.motion == "unknown",
-         "was not seen long enough to say whether it moves"),
-    _Row("undecided", lambda end, after: end.age is None and end.at.motion == "waking",
+    _Row("undecided", lambda end: end.at.kind == "idle", "runs nothing: its call may be over, or wait for its turn"),
+    _Row("undecided", lambda end: end.at.motion == "unknown", "was not seen long enough to say whether it moves"),
+    _Row("undecided", lambda end: end.age is None and end.at.motion == "waking",
          "wakes up now and then at one line, and it is not known since when"),
-    _Row("undecided", lambda end, after: end.age is None and end.at.motion != "spinning",
+    _Row("undecided", lambda end: end.age is None and end.at.motion != "spinning",
          "does not move, and it is not known since when"),
-    _Row("working", lambda end, after: not end.late and not (end.collective and end.at.motion == "spinning"),
+    _Row("working", lambda end: not end.late and not (end.collective and end.at.motion == "spinning"),
          "others wait for it, but it has not stood still for as long as --after"),
-    _Row("disk", lambda end, after: end.at.motion == "disk" and end.certain and not end.missing,
+    _Row("disk", lambda end: end.at.motion == "disk" and end.certain,
          "waits for a disk or for a device driver", blames=True),
-    _Row("undecided", lambda end, after: end.sleeps and not (end.collective and end.at.motion == "still"),
+    _Row("undecided", lambda end: end.sleeps and not (end.collective and end.at.motion == "still"),
          "sleeps on purpose, or has traffic"),
-    _Row("late", lambda end, after: end.at.motion == "still" and end.certain and not end.missing,
-         "does not move", blames=True),
-    _Row("late", lambda end, after: end.at.motion == "waking" and end.certain and not end.missing,
+    _Row("late", lambda end: end.at.motion == "still" and end.certain, "does not move", blames=True),
+    _Row("late", lambda end: end.at.motion == "waking" and end.certain,
          "stands at one line, where it only wakes up to look again", blames=True),
-    _Row("undecided", lambda end, after: end.at.motion == "spinning",
+    _Row("undecided", lambda end: end.at.motion == "spinning",
          "uses a whole core at one line: an endless loop, or long work"),
-    _Row("undecided", lambda end, after: True, "does not move; it may wait for another one"),
+    _Row("undecided", lambda end: True, "does not move; it may wait for another one"),
 )  # fmt: skip
 
 
@@ -191,7 +187,7 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
                 suspects.update(dict.fromkeys(one.waiters, f"waits for {case.name(min(called))}"))
         return None
     end = _describe(case, sinks, wait)
-    row = next(row for row in _TABLE if row.holds(end, case.after_s))
+    row = next(row for row in _TABLE if row.holds(end))
     if row.kind == "undecided":
         suspects.update(dict.fromkeys(sinks, row.text))
         replicas = [key for key, actor in graph.actors.items() if actor.class_name.startswith("ServeReplica")]
@@ -248,18 +244,19 @@ def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
     if collective and waited is None and all(case.at(key).motion == "spinning" for key in wait.waiters):
         waited = age  # those that spin have waited for as long as the one that they wait for stands
     reached = case.graph.reach(wait.waiters)
+    missing = wait.workers is not None and wait.workers.missing and not case.snapshot.partial
     return _End(
         at=at[0],
         alike=len({(one.kind, one.motion == "disk", one.where) for one in at}) == 1
         and not any(one.moves for one in at),
         age=age,
         waited=waited or 0.0,
+        young=collective and (waited or 0.0) < case.after_s,
         late=age is not None and age >= case.after_s,
         collective=collective,
-        certain=all(one.certain for one in case.graph.waits if not reached.isdisjoint(one.waiters)),
+        certain=not missing and all(one.certain for one in case.graph.waits if not reached.isdisjoint(one.waiters)),
         sleeps=any(map(case.sleeps, keys)),
         called=collective and all(_caller_waits(case, key, wait) for key in keys),
-        missing=bool(wait.workers and wait.workers.missing and not case.snapshot.partial),
         paused=wait.kind == "get"
         and len(keys) == 1
         and keys[0].startswith("task:")
@@ -342,8 +339,8 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
     waits = [wait for wait in graph.waits if {*chosen} & graph.reach(wait.waiters) - {*wait.waiters}]
     if len(alike) != 1 or not waits:
         return None
-    end = replace(_describe(case, chosen, waits[0]), certain=True, collective=False, waited=0.0)
-    row = next(row for row in (*_ONLY, *_TABLE) if row.holds(end, case.after_s))
+    end = replace(_describe(case, chosen, waits[0]), certain=True, collective=False, young=False, waited=0.0)
+    row = next(row for row in (*_ONLY, *_TABLE) if row.holds(end))
     wait = replace(waits[0], workers=None)
     return replace(_blame(case, row, chosen, end, wait), confidence="likely") if row.blames else None
 
@@ -359,9 +356,9 @@ def _is_awaited(case: Case, keys: Sequence[str]) -> bool:
 
 # What is said of the only process that stands, before the rows for the ends of waits that are certain.
 _ONLY = (
-    _Row("late", lambda end, after: end.at.kind == "opaque",
+    _Row("late", lambda end: end.at.kind == "opaque",
          "runs a call in a coroutine, which shows no position, and does not move", blames=True),
-    _Row("late", lambda end, after: end.at.kind == "ray-get",
+    _Row("late", lambda end: end.at.kind == "ray-get",
          "waits for a queue or a barrier of Ray, for which nobody else does anything", blames=True),
 )  # fmt: skip
 
