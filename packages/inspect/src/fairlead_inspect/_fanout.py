@@ -166,7 +166,7 @@ def look_here(*, window_s: float = WINDOW_S, timeout_s: float = TIMEOUT_S) -> Sn
     """Return a snapshot of Ray's workers on this machine, without Ray: their actors are made up of their titles."""
     began = time.monotonic()
     answer = look(None, (), window_s, timeout_s, -1)
-    workers = tuple(one for one in parse("here", answer) if not one.title.startswith("ray::IDLE"))
+    workers = tuple(process for process in parse("here", answer) if not process.title.startswith("ray::IDLE"))
     actors = tuple(
         Actor(f"pid:{worker.pid}", worker.title[5:].partition(".")[0].strip(), "here", node_id="here", pid=worker.pid)
         for worker in workers

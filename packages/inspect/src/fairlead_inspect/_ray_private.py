@@ -53,7 +53,7 @@ def check_ray() -> None:
     found: list[str] = []
     for message, fields in _FIELDS.items():
         present = getattr(_find_generated(message), "DESCRIPTOR", None)
-        missing = [one for one in fields.split() if present is None or one not in present.fields_by_name]
+        missing = [name for name in fields.split() if present is None or name not in present.fields_by_name]
         found += [f"{message} has no {', '.join(missing)}"] if missing else []
     for kind, numbers in _NUMBERS.items():
         values = dict(getattr(_find_generated(kind), "items", tuple)())
@@ -86,9 +86,9 @@ def read_jobs(job_id: str | None = None) -> list[Job]:
 
     rows = [JobTableData.FromString(raw) for raw in _accessor().get_job_table()]
     return [
-        Job(one.job_id.hex(), one.entrypoint, one.driver_pid, driver.node_id.hex(), driver.worker_id.hex())
-        for one, driver in ((row, row.driver_address) for row in rows if not row.is_dead)
-        if (COMMAND_MARK not in one.config.metadata if job_id is None else one.job_id.hex() == job_id)
+        Job(job.job_id.hex(), job.entrypoint, job.driver_pid, driver.node_id.hex(), driver.worker_id.hex())
+        for job, driver in ((row, row.driver_address) for row in rows if not row.is_dead)
+        if (COMMAND_MARK not in job.config.metadata if job_id is None else job.job_id.hex() == job_id)
     ]
 
 

@@ -336,7 +336,7 @@ def fold_stacks(snapshot: Snapshot) -> list[StackClass]:
     for (workers, does, _), alike in classes.items():
         ranks, pids = tuple(_rank(row) for row, _ in alike), tuple(row["pid"] for row, _ in alike)
         folded.append(StackClass(workers, does, ranks, pids, _frames(alike[0][1])))
-    return sorted(folded, key=lambda one: len(one.pids))
+    return sorted(folded, key=lambda alike: len(alike.pids))
 
 
 def draw_stacks(classes: Iterable[StackClass]) -> RenderableType:

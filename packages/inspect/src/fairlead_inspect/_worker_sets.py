@@ -138,7 +138,7 @@ def _by_name(actors: Sequence[Actor], environ: object, labels: object) -> list[W
 def _without_former(actors: Sequence[Actor]) -> list[Actor]:
     """Return actors without those that had died before one of the others was created."""
     created = [actor.created for actor in actors if actor.state == "ALIVE"]
-    return [one for one in actors if one.death is None or all(moment <= one.death.at for moment in created)]
+    return [actor for actor in actors if actor.death is None or all(moment <= actor.death.at for moment in created)]
 
 
 def _from_pairs(numbers: Mapping[str, tuple[int, int]]) -> dict[str, int]:

@@ -75,19 +75,19 @@ def _summarize(dump: Any, age_s: float, written: float, environ: Mapping[str, st
     groups: dict[tuple[str, str], list[Any]] = {}
     # Of a communicator without entries it is known that it was not used only if the buffer was never full.
     if entries and entries[0]["record_id"] == 0:
-        groups = {(str(name), str(one["desc"])): [0, 0, "", False] for name, one in config.items() if one["ranks"]}
+        groups = {(str(name), str(item["desc"])): [0, 0, "", False] for name, item in config.items() if item["ranks"]}
     stood_s = min((written - entry["time_created_ns"] / 1e9 for entry in entries), default=0.0)
-    for one in entries:
-        name, description = map(str, one["process_group"])
+    for entry in entries:
+        name, description = map(str, entry["process_group"])
         group = groups.setdefault((name, description), [0, 0, "", False])
-        number, is_done = int(one["collective_seq_id"]), one["state"] == "completed"
-        if one.get("is_p2p"):
-            group[3] |= not is_done and not one.get("retired")
+        number, is_done = int(entry["collective_seq_id"]), entry["state"] == "completed"
+        if entry.get("is_p2p"):
+            group[3] |= not is_done and not entry.get("retired")
             continue
         if number >= group[0]:
-            group[0], group[2] = number, str(one["profiling_name"]).rpartition(":")[2][:64]
+            group[0], group[2] = number, str(entry["profiling_name"]).rpartition(":")[2][:64]
         # torch records for gloo only here that a collective is over.
-        status = (dump.get("pg_status") or {}).get(str(one["pg_id"])) or {}
+        status = (dump.get("pg_status") or {}).get(str(entry["pg_id"])) or {}
         group[1] = max(group[1], number if is_done else 0, int(status.get("last_completed_collective", 0)))
     rows = []
     for (name, description), (begun, done, operation, waits) in groups.items():

@@ -134,7 +134,7 @@ def _look_again(row: dict[str, Any], program: str, offset: int, window_s: float,
         tid = thread["tid"]
         thread |= {"before": earlier.get(tid), "waits_on": read_kernel_wait(pid, tid)}
         thread |= _compare(row["counters"].get(tid), after.get(tid))
-    waits_below = any(WAITS_FOR_CHILD.search(frame[0]) for one in row["threads"] for frame in one["stack"][:8])
+    waits_below = any(WAITS_FOR_CHILD.search(frame[0]) for thread in row["threads"] for frame in thread["stack"][:8])
     for number, child in enumerate(row["children"]):
         state, ticks = read_state(child["pid"])
         child |= {"title": read_title(child["pid"]), "states": (child["states"][0], state)}

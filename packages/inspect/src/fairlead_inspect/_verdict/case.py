@@ -64,9 +64,9 @@ class Case:
         A rank that sleeps there says so itself. One that spins or wakes up has waited at most since its call began.
         """
         at = {key: self.at(key) for key in wait.waiters}
-        if any(one.motion not in ("still", "waking", "spinning") for one in at.values()):
+        if any(place.motion not in ("still", "waking", "spinning") for place in at.values()):
             return None
-        still = [one.since_s for one in at.values() if one.motion == "still" and one.since_s is not None]
+        still = [place.since_s for place in at.values() if place.motion == "still" and place.since_s is not None]
         calls = [age for key in at if (age := self.call_age(key)) is not None]
         return min(still or calls, default=None)
 

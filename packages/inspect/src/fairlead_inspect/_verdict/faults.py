@@ -184,10 +184,10 @@ def _find_lacking(case: Case, resources: Mapping[str, float]) -> str:
     if not wants or not any(nodes) or any("_group_" in name for name in resources):
         return ""
     for name, amount in wants.items():
-        most = max(one.get(name, 0.0) for one in nodes)
+        most = max(held.get(name, 0.0) for held in nodes)
         if most < amount:
             return f"; no node has more than {most:g} {name}" if most else f"; no node has any {name}"
-    fits = any(all(one.get(name, 0.0) >= amount for name, amount in wants.items()) for one in nodes)
+    fits = any(all(held.get(name, 0.0) >= amount for name, amount in wants.items()) for held in nodes)
     return "" if fits else "; no single node has all of that"
 
 
@@ -206,7 +206,7 @@ def _describe_request(case: Case, resources: Mapping[str, float]) -> str:
 
 def find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
     """Name the placement groups that are not placed and that processes wait for; return also who waits."""
-    groups = [one for one in case.snapshot.reservations if one.job_id == case.graph.job.job_id]
+    groups = [group for group in case.snapshot.reservations if group.job_id == case.graph.job.job_id]
     sure: dict[str, bool] = {}
     for key, process in case.graph.processes.items():
         at, ids = case.at(key), [reference.object_id for thread in process.threads for reference in thread.references]
@@ -217,7 +217,7 @@ def find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
     found, held_up = list[Finding](), set[str]()
     for group in groups:
         # Whoever has made others waits for one of these.
-        makers = {one.creator or case.graph.driver for one in groups}
+        makers = {other.creator or case.graph.driver for other in groups}
         own = [key for key in sure if key == (group.creator or case.graph.driver) or key not in makers]
         if not own:
             continue
@@ -225,12 +225,12 @@ def find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
         settled = (age is None or age >= case.after_s) and not case.snapshot.launches
         settled &= group.reason == "INFEASIBLE" or not case.frees()
         confidence: Confidence = "certain" if all(sure[key] for key in own) and len(groups) == 1 else "likely"
-        one = case.say(
+        finding = case.say(
             "pending", [], _describe_reason(group), Wait("get", tuple(own), ()), confidence=confidence,
             evidence=(Evidence("placement groups", f"{group.reason}: {group.bundles}", age),), since_s=age,
             since_source="Ray's tables", subject=group.label, blames=settled, moves=not settled, remedy=_NODES,
         )  # fmt: skip
-        found.append(one)
+        found.append(finding)
         held_up |= {*own}
     return found, held_up
 

@@ -69,25 +69,25 @@ def locate(process: Process, *, driver: bool = False) -> Position:
         runs = _runs_task(thread, driver and thread.tid == process.pid)
         (tasks if runs else others).append(_locate(thread, process.window_s))
     # A library waits for the thread on which it runs code of the job.
-    beside = [] if driver else [one for one in others if _is_of_job(one)]
-    tasks = [one for one in tasks if one.kind != "library"] or (tasks and beside) or tasks
+    beside = [] if driver else [place for place in others if _is_of_job(place)]
+    tasks = [place for place in tasks if place.kind != "library"] or (tasks and beside) or tasks
     others = [other for other in others if other not in tasks]
-    waits_aside = any(one.kind in _WAITS for one in others)
+    waits_aside = any(place.kind in _WAITS for place in others)
     if not tasks:
         return Position(_without_task(process, others, driver=driver), _move_of(process.states, process.ticks))
     waits = [task for task in tasks if task.kind in _WAITS]
-    chosen = next((one for one in tasks if one.motion == "moving"), (waits or tasks)[0])
-    apart = len(waits) > 1 or (not waits and len({one.where for one in tasks}) > 1)
+    chosen = next((place for place in tasks if place.motion == "moving"), (waits or tasks)[0])
+    apart = len(waits) > 1 or (not waits and len({place.where for place in tasks}) > 1)
     # Calls of one actor may wait for each other, if all of them stand in code of the job.
-    rest = not waits_aside and all(one.kind == "user" and one.motion == "still" for one in tasks)
+    rest = not waits_aside and all(place.kind == "user" and place.motion == "still" for place in tasks)
     if chosen.motion != "moving" and ((apart and not rest) or (chosen.kind == "user" and waits_aside)):
         chosen = replace(chosen, kind="opaque")
     elif rest:
-        chosen = min(tasks, key=lambda one: one.since_s or 0.0)
+        chosen = min(tasks, key=lambda place: place.since_s or 0.0)
     own_ticks = (chosen.thread.ticks or 0) if chosen.thread else 0
     limit = max(WAKING_TICKS, 0.1 * TICKS_PER_S * process.window_s)
-    aside = [one for one in (*tasks, *others) if one.thread is not chosen.thread]
-    elsewhere = process.ticks - own_ticks > limit or any(_works(one, process.window_s) for one in aside)
+    aside = [place for place in (*tasks, *others) if place.thread is not chosen.thread]
+    elsewhere = process.ticks - own_ticks > limit or any(_works(place, process.window_s) for place in aside)
     elsewhere |= any(child.ticks > WAKING_TICKS or {*child.states} & {*"RD"} for child in process.children)
     if _move_of(process.states, process.ticks) == "stopped":
         chosen = replace(chosen, motion="stopped")

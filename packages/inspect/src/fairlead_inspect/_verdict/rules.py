@@ -118,10 +118,10 @@ def _judge(case: Case) -> list[Finding]:
         *find_deadlocks(case),
     ]  # fmt: skip
     # Who waits for one of these is explained.
-    explained = held_up | {actor.id for one in found for actor in one.actors if one.blames}
+    explained = held_up | {actor.id for finding in found for actor in finding.actors if finding.blames}
     tasks = {(finding.task, finding.pid) for finding in found if finding.blames and finding.task}
     explained |= {f"task:{key}" for key, task in case.graph.tasks.items() if (task.name, task.pid) in tasks}
-    if any(one.kind == "stopped" and not one.actors for one in found):
+    if any(finding.kind == "stopped" and not finding.actors for finding in found):
         explained.add(case.graph.driver)
     for workers in case.graph.worker_sets:
         members = {member.key for member in workers.members}
@@ -136,21 +136,21 @@ def _judge(case: Case) -> list[Finding]:
     blamed = {actor.id for end in ends if end.blames for actor in end.actors}
     # A finding that blames no process, and speaks of those that another one blames, says nothing more.
     found += [
-        one
-        for one in ends
-        if one.blames or not blamed or (one.actors and blamed.isdisjoint(of.id for of in one.actors))
+        finding
+        for finding in ends
+        if finding.blames or not blamed or (finding.actors and blamed.isdisjoint(of.id for of in finding.actors))
     ]
-    if not any(one.blames for one in found) and (one := _find_only(case, explained)) is not None:
-        found = [one, *(other for other in found if other.kind != "working")]
-    if not any(one.blames for one in found):
-        works = any(one.kind == "working" for one in found)
+    if not any(finding.blames for finding in found) and (finding := _find_only(case, explained)) is not None:
+        found = [finding, *(other for other in found if other.kind != "working")]
+    if not any(finding.blames for finding in found):
+        works = any(finding.kind == "working" for finding in found)
         standing = [key for key in _standing(case) if key not in explained and not (works and key == case.graph.driver)]
         suspects = dict.fromkeys(standing, "its call has not moved") | suspects
         # What is at the end of one wait may be on the way of another.
         pids = {case.graph.processes[key].pid for key in suspects if key in case.graph.processes}
-        found = [one for one in found if one.kind != "working" or one.pid not in pids]
+        found = [finding for finding in found if finding.kind != "working" or finding.pid not in pids]
         found += [*_list_suspects(case, suspects, found), *_find_unread(case, suspects)]
-    return sorted(found, key=lambda one: (not one.blames, -(one.since_s or 0.0)))
+    return sorted(found, key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
 
 
 def _find_ends(case: Case, explained: Collection[str]) -> tuple[list[Finding], dict[str, str]]:
@@ -182,9 +182,9 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
     sinks = [key for key in sinks if key not in serving]
     if not sinks:
         # A queue or a barrier of a library waits for others: whoever calls it may be the one that matters.
-        for one in case.graph.waits:
-            if called := serving & {*one.targets}:
-                suspects.update(dict.fromkeys(one.waiters, f"waits for {case.name(min(called))}"))
+        for other in case.graph.waits:
+            if called := serving & {*other.targets}:
+                suspects.update(dict.fromkeys(other.waiters, f"waits for {case.name(min(called))}"))
         return None
     end = _describe(case, sinks, wait)
     row = next(row for row in _TABLE if row.holds(end))
@@ -239,7 +239,7 @@ def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
     """Return the facts about the processes at the end of a wait."""
     at, collective = [case.at(key) for key in keys], wait.kind == "collective"
     ages = [case.age(key)[0] for key in keys]
-    age = min(one for one in ages if one is not None) if None not in ages else None
+    age = min(known for known in ages if known is not None) if None not in ages else None
     waited = case.waited(wait) if collective else None
     if collective and waited is None and all(case.at(key).motion == "spinning" for key in wait.waiters):
         waited = age  # those that spin have waited for as long as the one that they wait for stands
@@ -247,14 +247,15 @@ def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
     missing = wait.workers is not None and wait.workers.missing and not case.snapshot.partial
     return _End(
         at=at[0],
-        alike=len({(one.kind, one.motion == "disk", one.where) for one in at}) == 1
-        and not any(one.moves for one in at),
+        alike=len({(place.kind, place.motion == "disk", place.where) for place in at}) == 1
+        and not any(place.moves for place in at),
         age=age,
         waited=waited or 0.0,
         young=collective and (waited or 0.0) < case.after_s,
         late=age is not None and age >= case.after_s,
         collective=collective,
-        certain=not missing and all(one.certain for one in case.graph.waits if not reached.isdisjoint(one.waiters)),
+        certain=not missing
+        and all(other.certain for other in case.graph.waits if not reached.isdisjoint(other.waiters)),
         sleeps=any(map(case.sleeps, keys)),
         called=collective and all(_caller_waits(case, key, wait) for key in keys),
         paused=wait.kind == "get"
@@ -271,8 +272,8 @@ def _caller_waits(case: Case, key: str, wait: Wait) -> bool:
     owner = next((of for of, one in graph.actors.items() if actor and one.worker_id == actor.owner), case.graph.driver)
     if any(task.actor_id == key and task.state != "RUNNING" for task in graph.tasks.values()):
         return False
-    waits = [one for one in graph.waits if one.certain and owner in one.waiters]
-    return any({*one.targets} & {*wait.waiters} and case.at(owner).motion != "stopped" for one in waits)
+    waits = [other for other in graph.waits if other.certain and owner in other.waiters]
+    return any({*other.targets} & {*wait.waiters} and case.at(owner).motion != "stopped" for other in waits)
 
 
 def _all_inside(case: Case, wait: Wait) -> Finding | None:
@@ -280,7 +281,7 @@ def _all_inside(case: Case, wait: Wait) -> Finding | None:
     workers, at = wait.workers, [case.at(key) for key in wait.waiters]
     if len(at) < 2 or workers is None or (workers.missing and not case.snapshot.partial):
         return None
-    if (case.waited(wait) or 0.0) < case.after_s or any(one.moves for one in at):
+    if (case.waited(wait) or 0.0) < case.after_s or any(place.moves for place in at):
         return None
     classes = {tuple(frame for frame in case.at(key).where if frame.line or frame == case.at(key).where[0]): key
                for key in wait.waiters}  # fmt: skip
@@ -375,7 +376,8 @@ def _find_callers(case: Case) -> list[str]:
 
 def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding]) -> list[Finding]:
     """Return one finding that lists the processes of which any may be the cause, those that stand for longest first."""
-    said = {pid for one in found if one.kind != "working" for pid in (one.pid, *(of.pid for of in one.suspects)) if pid}
+    spoken = [finding for finding in found if finding.kind != "working"]
+    said = {pid for one in spoken for pid in (one.pid, *(suspect.pid for suspect in one.suspects)) if pid}
     order = {"user": 0, "library": 1}
     rated = [(order.get(case.at(key).kind, 2), case.suspect(key, text)) for key, text in suspects.items()]
     rated.sort(key=lambda pair: (pair[0], -(pair[1].since_s or 0.0), pair[1].pid))
@@ -410,6 +412,6 @@ def _find_unread(case: Case, suspects: Collection[str]) -> list[Finding]:
             subject = f"{len(keys)} process{'es' * (len(keys) > 1)}{driver}"
             notes = {graph.processes[key].note: None for key in keys if graph.processes[key].note}
             facts = tuple(Evidence("probe", note) for note in notes)
-            one = case.say("undecided", keys, text, None, confidence="guess", subject=subject, evidence=facts)
-            found.append(one if len(keys) == 1 else replace(one, pid=0, node="", where=()))
+            finding = case.say("undecided", keys, text, None, confidence="guess", subject=subject, evidence=facts)
+            found.append(finding if len(keys) == 1 else replace(finding, pid=0, node="", where=()))
     return found

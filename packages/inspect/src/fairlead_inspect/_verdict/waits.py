@@ -193,14 +193,18 @@ def _find_collective(graph: Graph, workers: WorkerSet, now: float) -> Wait | Non
     only if a member stands elsewhere.
     """
     at = {member.key: graph.positions[member.key] for member in workers.members if member.key in graph.positions}
-    places = {one.where for one in at.values()}
+    places = {place.where for place in at.values()}
     inside = [
-        key for key, one in at.items() if one.kind == "collective" or (one.backward and one.stands and len(places) > 1)
+        key
+        for key, place in at.items()
+        if place.kind == "collective" or (place.backward and place.stands and len(places) > 1)
     ]
-    if len(at) < len(workers.members) or any(one.kind not in ("collective", "device") for one in at.values()):
-        inside = [key for key, one in at.items() if one.kind == "collective" or (one.kind == "device" and one.stands)]
+    if len(at) < len(workers.members) or any(place.kind not in ("collective", "device") for place in at.values()):
+        inside = [
+            key for key, place in at.items() if place.kind == "collective" or (place.kind == "device" and place.stands)
+        ]
     # Of the others, those that wait for something else lead on to it.
-    absent = [one.key for one in workers.members if one.key not in inside and one.key in graph.actors]
+    absent = [member.key for member in workers.members if member.key not in inside and member.key in graph.actors]
     if workers.world_size is None:
         # Those that are left go on without one whose end was intended, or was long before they began to wait.
         began = now - max((at[key].since_s or 0.0 for key in inside), default=0.0)
