@@ -417,7 +417,7 @@ def two_classes():
 
 
 @case
-def two_fleets():
+def two_worlds():
     healthy, hung = make_ranks(2), make_ranks(2)
     wait_in_get([one.slow.remote(10_000) for one in healthy] + [one.train.remote("in_queue", 1) for one in hung])
 

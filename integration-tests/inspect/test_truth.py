@@ -42,7 +42,7 @@ HANGS = {
     "dropped": ("dead", "Trainer", [2], ""),
     "skipped": ("mismatch", "Trainer", [2], "in_device"),
     "two_classes": ("late", "Rollout", [3], "in_queue"),
-    "two_fleets": ("late", "Trainer", [1], "in_queue"),
+    "two_worlds": ("late", "Trainer", [1], "in_queue"),
     "chain": ("late", "Stage", [], "in_queue"),
     "wait_for_the_last": ("late", "Stage", [], "in_queue"),
     "cycle": ("deadlock", "Stage", [], ""),

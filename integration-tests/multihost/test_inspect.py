@@ -82,7 +82,7 @@ def test_hung_over_hosts(namespaces, shifted, stop_process):
     (job,) = json.loads(why.stdout)["jobs"]
     (late,) = [one for one in job["findings"] if one["blames"]]
     assert (late["kind"], late["worker_set"], late["ranks"]) == ("late", "policy", [5])
-    (coords,) = [one["coords"] for fleet in job["worker_sets"] for one in fleet["members"] if one["rank"] == 5]
+    (coords,) = [one["coords"] for alike in job["worker_sets"] for one in alike["members"] if one["rank"] == 5]
     assert coords == {"dp": 2, "tp": 1}
     assert "driver" in {one["kind"] for one in job["findings"]}
     ranks = [one["ranks"] for one in json.loads(stacks.stdout)["stacks"] if one["worker_set"] == "policy"]

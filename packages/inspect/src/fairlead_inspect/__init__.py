@@ -2,7 +2,7 @@
 """Inspection of Ray jobs: which process does a job wait for, which rank is late or dead.
 
 `python -m fairlead_inspect why` looks at any job, which needs no library of Fairlead; `look` and `diagnose` do it in a
-program. If fairlead-workergroup is installed, a look also reads the ranks and coordinates of its groups.
+program. If fairlead-workergroup is installed, a snapshot also has the ranks and coordinates of its groups.
 """
 
 import importlib
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._look import label, look
-    from ._report import write_report
-    from ._show import fold_stacks
+    from ._show import fold_stacks, write_report
     from ._verdict.rules import diagnose, exit_status
     from .model import Evidence, Finding, Frame, Named, Snapshot, StackClass, Suspect, Waiting
 
@@ -34,18 +33,11 @@ __all__ = [
     "write_report",
 ]
 # Loaded when they are used: they need Ray.
-_MODULES = {
-    **dict.fromkeys(
-        ("Evidence", "Finding", "Frame", "Named", "Snapshot", "StackClass", "Suspect", "Waiting"), ".model"
-    ),
-    **dict.fromkeys(("label", "look"), "._look"),
-    **dict.fromkeys(("diagnose", "exit_status"), "._verdict.rules"),
-    "fold_stacks": "._show",
-    "write_report": "._report",
-}
+_MODULES = {"label": "._look", "look": "._look", "diagnose": "._verdict.rules", "exit_status": "._verdict.rules"}
+_MODULES |= {"fold_stacks": "._show", "write_report": "._show"}
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name], __name__), name)
+    return getattr(importlib.import_module(_MODULES.get(name, ".model"), __name__), name)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One look at a cluster: Ray's tables, and a look or a probe on each node that holds a process of a job."""
+"""One snapshot of a cluster: Ray's tables, and a look at each node that holds a process of a job."""
 
 import dataclasses
 import functools
-import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -11,13 +10,12 @@ from typing import Any, TypeVar
 
 import ray
 
-from fairlead_placement import HeadTimeoutError, PlacementTimeoutError
-from fairlead_placement.extension import Job as _Job
-from fairlead_placement.extension import ask_head, find_here, run_in_thread, run_on_nodes
+from fairlead_placement import PlacementTimeoutError
+from fairlead_placement.extension import ask_head, run_in_thread, run_on_nodes
 
 from . import _ray_private
 from ._groups import read_labels
-from ._node.look import look, look_from_task
+from ._node.look import look
 from .model import (
     Actor,
     Call,
@@ -35,7 +33,6 @@ from .model import (
 )
 
 _T = TypeVar("_T")
-_Labels = tuple[dict[str, dict[str, Any]], list[str]]
 # By node: workers, and drivers.
 _Pids = dict[str, tuple[set[int], set[int]]]
 TIMEOUT_S, WINDOW_S = 5.0, 1.0
@@ -46,136 +43,91 @@ HEAD_PART = 0.6
 def look_at_cluster(
     job_id: str | None, *, window_s: float = WINDOW_S, timeout_s: float = TIMEOUT_S, own: bool = False
 ) -> Snapshot:
-    """Return one look at the jobs of the cluster that this process is attached to, or at one of them.
+    """Return a snapshot of the jobs of the cluster that this process is attached to, or of one of them.
 
-    Args:
-        job_id: the only job to look at; None for all, this process's `own` job included or not.
-        window_s: seconds between the two parts of the look.
-        timeout_s: seconds for all of it.
-        own: see `job_id`.
-
-    Raises:
-        HeadTimeoutError: Ray's head did not answer.
-        RayVersionError: a private part of this version of Ray differs from what a look reads.
+    See `fairlead_inspect.look` for the arguments and errors. The job of this process is left out if it is not `own`.
     """
     _ray_private.check_ray()
-    began, head_s = time.monotonic(), timeout_s * HEAD_PART
-    notes: list[str] = []
+    began, notes = time.monotonic(), list[str]()
+
+    def ask(what: str, function: Callable[..., _T], *args: Any) -> _T:
+        return ask_head(f"list the {what}", function, *args, timeout_s=timeout_s * HEAD_PART)
+
+    def attempt(what: str, fallback: _T, read: Callable[[], _T]) -> _T:
+        """Read what a snapshot can do without, and note if it is missing."""
+        try:
+            return read()
+        except Exception as error:  # noqa: BLE001
+            notes.append(f"no {what}: {type(error).__name__}")
+            return fallback
+
     me = "" if own else ray.get_runtime_context().get_job_id()
-    jobs = ask_head("list the jobs", _ray_private.read_jobs, job_id, timeout_s=head_s)
-    jobs = [one for one in jobs if job_id is not None or one.job_id != me]
-    nodes: list[dict[str, Any]] = ask_head("list the nodes", ray.nodes, timeout_s=head_s)
-    actors: list[Actor] = []
-    calls: list[Call] = []
-    finished: set[str] = set()
+    jobs = [job for job in ask("jobs", _ray_private.read_jobs, job_id) if job_id is not None or job.job_id != me]
+    nodes: list[dict[str, Any]] = ask("nodes", ray.nodes)
+    actors, calls, finished = list[Actor](), list[Call](), set[str]()
     for job in jobs:
-        rows = ask_head(f"list the actors of job {job.job_id}", _ray_private.read_actors, job.job_id, timeout_s=head_s)
+        rows = ask(f"actors of job {job.job_id}", _ray_private.read_actors, job.job_id)
+        what, nothing = f"task events of job {job.job_id}", (list[Call](), frozenset[str](), dict[str, float]())
+        read = functools.partial(ask, what, _ray_private.read_calls, job.job_id)
         # Without task events fewer waits are known, and nothing else is lost.
-        nothing, what = (list[Call](), frozenset[str](), dict[str, float]()), f"task events of job {job.job_id}"
-        events = _try(notes, what, nothing, _ray_private.read_calls, job.job_id, timeout_s=head_s)
-        # When it was created, not when its process was there: members of one fleet start one after the other.
-        actors += [dataclasses.replace(one, created=events[2].get(one.actor_id, one.created)) for one in rows]
-        calls += events[0]
-        finished |= events[1]
-    pending = _try(notes, "placement groups", list[Reservation](), _ray_private.read_reservations, timeout_s=head_s)
-    launches = _try(notes, "nodes that an autoscaler starts", 0, _ray_private.read_launches, timeout_s=head_s)
-    chosen = {one.job_id for one in jobs}
-    reservations = tuple(one for one in pending if one.job_id in chosen)
-    wanted = _choose(jobs, actors, calls)
-    alive = {one["NodeID"]: one["NodeManagerAddress"] for one in nodes if one["Alive"]}
+        open_, over, created = attempt(what, nothing, read)
+        # When it was created, not when its process was there: members of a worker set start one after the other.
+        actors += [dataclasses.replace(row, created=created.get(row.actor_id, row.created)) for row in rows]
+        calls += open_
+        finished |= over
+    read_groups = functools.partial(ask, "placement groups", _ray_private.read_reservations)
+    pending = attempt("placement groups", list[Reservation](), read_groups)
+    what = "nodes that an autoscaler starts"
+    launches = attempt(what, 0, functools.partial(ask, what, _ray_private.read_launches))
+    chosen = {job.job_id for job in jobs}
+    wanted, alive = _choose(jobs, actors, calls), {node["NodeID"] for node in nodes if node["Alive"]}
     left = max(timeout_s - (time.monotonic() - began), window_s + 1.0)
     groups = run_in_thread(read_labels, chosen, left)
     answers = _probe({node: wanted[node] for node in wanted if node in alive}, window_s, left)
-    processes = [one for node, answer in answers.items() if isinstance(answer, dict) for one in parse(node, answer)]
-    notes += [
-        f"{alive[node]}: {note}"
-        for node, answer in answers.items()
-        if isinstance(answer, dict)
-        for note in answer["notes"]
-    ]
-    labels = _take_labels(notes, groups, max(1.0, began + timeout_s - time.monotonic()))
-    seen = tuple(_describe_node(one, wanted, answers) for one in nodes if one["Alive"] or one["NodeID"] in wanted)
+    seen = tuple(_describe_node(node, wanted, answers) for node in nodes if node["Alive"] or node["NodeID"] in wanted)
+    addresses = {node.node_id: node.address for node in seen}
+    processes = list[Process]()
+    for node_id, answer in answers.items():
+        if not isinstance(answer, str):
+            processes += parse(node_id, answer)
+            notes += [f"{addresses[node_id]}: {note}" for note in answer["notes"]]
+    left = max(1.0, began + timeout_s - time.monotonic())
+    no_labels: tuple[dict[str, dict[str, Any]], list[str]] = {}, []
+    labels, missing = attempt("groups of Fairlead", no_labels, lambda: groups.result(left))
     return Snapshot(
         time.time(), tuple(jobs), tuple(actors), tuple(processes), seen, tuple(calls), frozenset(finished),
-        labels=labels, took_s=time.monotonic() - began, notes=tuple(dict.fromkeys(notes)), reservations=reservations,
-        launches=launches,
+        labels=labels, took_s=time.monotonic() - began, notes=tuple(dict.fromkeys([*notes, *missing])),
+        reservations=tuple(group for group in pending if group.job_id in chosen), launches=launches,
     )  # fmt: skip
-
-
-def _try(notes: list[str], what: str, fallback: _T, ask: Callable[..., _T], *args: Any, timeout_s: float) -> _T:
-    """Ask Ray's head for something that a look can do without; note what is missing then."""
-    try:
-        return ask_head(f"list the {what}", ask, *args, timeout_s=timeout_s)
-    except (HeadTimeoutError, ray.exceptions.RayError) as error:
-        notes.append(f"no {what}: {type(error).__name__}")
-        return fallback
-
-
-def _take_labels(notes: list[str], reading: _Job[_Labels], timeout_s: float) -> dict[str, dict[str, Any]]:
-    """Return the labels of the members of Fairlead's groups; without them the rest of the look still counts."""
-    try:
-        labels, missing = reading.result(timeout_s)
-    except Exception as error:  # noqa: BLE001
-        notes.append(f"no groups of Fairlead: {type(error).__name__}")
-        return {}
-    notes += missing
-    return labels
 
 
 def _choose(jobs: Iterable[Job], actors: Iterable[Actor], calls: Iterable[Call]) -> _Pids:
     """Return the processes to look at."""
     wanted: _Pids = {}
-    for one in actors:
-        if one.state == "ALIVE" and one.pid:
-            wanted.setdefault(one.node_id, (set(), set()))[0].add(one.pid)
-    for call in calls:
-        if not call.actor_id and call.pid:
-            wanted.setdefault(call.node_id, (set(), set()))[0].add(call.pid)
-    for job in jobs:
-        if job.node_id and job.pid:
-            wanted.setdefault(job.node_id, (set(), set()))[1].add(job.pid)
+    workers = [(actor.node_id, actor.pid) for actor in actors if actor.state == "ALIVE"]
+    workers += [(call.node_id, call.pid) for call in calls if not call.actor_id]
+    drivers = [(job.node_id, job.pid) for job in jobs if job.node_id]
+    for kind, processes in enumerate((workers, drivers)):
+        for node_id, pid in processes:
+            if pid:
+                wanted.setdefault(node_id, (set(), set()))[kind].add(pid)
     return wanted
 
 
 def _probe(wanted: _Pids, window_s: float, timeout_s: float) -> dict[str, dict[str, Any] | str]:
-    """Return the answer of each node, or why there is none. A task looks at those that this process cannot see."""
-    here = find_here(wanted)
-    elsewhere = {
-        node: (sorted(pids), sorted(drivers), window_s, timeout_s)
-        for node, (pids, drivers) in wanted.items()
-        if node not in here
-    }
-    looking = (
-        run_in_thread(functools.partial(run_on_nodes, look_from_task, elsewhere, timeout_s=timeout_s))
-        if elsewhere
-        else None
-    )
-    answers = _look_at({node: wanted[node] for node in wanted if node in here}, window_s, timeout_s)
-    for node, answer in looking.result(math.inf).items() if looking is not None else ():
-        if isinstance(answer, PlacementTimeoutError):
+    """Return the answer of each node, or why there is none."""
+    arguments = {node: (*map(sorted, pids), window_s, timeout_s) for node, pids in wanted.items()}
+    answers: dict[str, dict[str, Any] | str] = {}
+    for node, result in run_on_nodes(look, arguments, timeout_s=timeout_s).items():
+        if isinstance(result, PlacementTimeoutError):
             answers[node] = f"no answer within {timeout_s:.1f} s"
-        elif isinstance(answer, Exception):
+        elif isinstance(result, Exception):
             # Of a traceback the last line says what went wrong.
-            reason = (str(answer).strip().splitlines() or [""])[-1].strip()
-            answers[node] = f"the probe failed: {reason or type(answer).__name__}"
+            reason = (str(result).strip().splitlines() or [""])[-1].strip()
+            answers[node] = f"the probe failed: {reason or type(result).__name__}"
         else:
-            answers[node] = answer
+            answers[node] = result
     return answers
-
-
-def _look_at(wanted: _Pids, window_s: float, timeout_s: float) -> dict[str, dict[str, Any] | str]:
-    """Look at processes of nodes that this process sees. The kernel can hold up who reads one, so with a deadline."""
-    if not wanted:
-        return {}
-    pids, drivers = (sorted(set[int]().union(*of)) for of in zip(*wanted.values(), strict=True))
-    try:
-        answer = run_in_thread(look_from_task, pids, drivers, window_s, timeout_s).result(timeout_s)
-    except OSError as error:  # a TimeoutError is one too
-        return dict.fromkeys(wanted, str(error))
-    return {
-        node: {**answer, "processes": [row for row in answer["processes"] if row[0] in own | others]}
-        for node, (own, others) in wanted.items()
-    }
 
 
 def _describe_node(row: Mapping[str, Any], wanted: Iterable[str], answers: Mapping[str, Any]) -> Node:
@@ -189,45 +141,38 @@ def _describe_node(row: Mapping[str, Any], wanted: Iterable[str], answers: Mappi
     return dataclasses.replace(known, answer="silent", note=answer) if isinstance(answer, str) else known
 
 
-def parse(node: str, answer: Mapping[str, Any]) -> list[Process]:
+def parse(node_id: str, answer: Mapping[str, Any]) -> list[Process]:
     """Return the processes in the answer of a node."""
-    stacks: list[Stack] = [tuple(Frame(*frame) for frame in stack) for stack in answer["stacks"]]
-    found = []
-    for pid, title, states, ticks, window_s, threads, environ, children, *rest in answer["processes"]:
-        seen = tuple(
-            Thread(
-                tid, name, stacks[at], stacks[before] if before >= 0 else None, states, ticks, switches, last_ran_s,
-                inside, tuple(Reference(*one) for one in references), unread, waits_on,
-            )
-            for tid, name, at, before, states, ticks, switches, last_ran_s, inside, references, unread, waits_on
-            in threads
-        )  # fmt: skip
-        below = tuple(
-            Child(child, name, states_, ticks_, tuple(Frame(*frame) for frame in stack), waits_on, since_s)
-            for child, name, states_, ticks_, stack, waits_on, since_s in children
-        )
-        rest[-1] = tuple(Record(*one) for one in rest[-1])
-        found.append(Process(node, pid, title, states, ticks, window_s, seen, environ, below, *rest))
-    return found
+
+    @functools.cache
+    def read(stack: tuple[tuple[str, str, int], ...]) -> Stack:
+        return tuple(Frame(*frame) for frame in stack)
+
+    processes = []
+    for row in answer["processes"]:
+        threads = []
+        for fields in row["threads"]:
+            stacks = {"stack": read(fields["stack"]), "before": fields["before"] and read(fields["before"])}
+            references = tuple(Reference(*reference) for reference in fields["references"])
+            threads.append(Thread(**{**fields, **stacks, "references": references}))
+        children = tuple(Child(**{**fields, "stack": read(fields.get("stack", ()))}) for fields in row["children"])
+        records = tuple(Record(*record) for record in row["records"])
+        more = {"threads": tuple(threads), "children": children, "records": records}
+        processes.append(Process(**{"node_id": node_id, **row, **more}))
+    return processes
 
 
 def look_here(*, window_s: float = WINDOW_S, timeout_s: float = TIMEOUT_S) -> Snapshot:
-    """Return a look at the workers of Ray on this machine, without Ray: their actors are made up of their titles."""
+    """Return a snapshot of Ray's workers on this machine, without Ray: their actors are made up of their titles."""
     began = time.monotonic()
-    processes = parse("here", look(None, (), window_s, -1, timeout_s))
-    workers = [one for one in processes if not one.title.startswith("ray::IDLE")]
+    answer = look(None, (), window_s, timeout_s, -1)
+    workers = tuple(process for process in parse("here", answer) if not process.title.startswith("ray::IDLE"))
     actors = tuple(
-        Actor(
-            f"pid:{one.pid}",
-            one.title.removeprefix("ray::").partition(".")[0].strip(),
-            "here",
-            node_id="here",
-            pid=one.pid,
-        )
-        for one in workers
+        Actor(f"pid:{worker.pid}", worker.title[5:].partition(".")[0].strip(), "here", node_id="here", pid=worker.pid)
+        for worker in workers
     )
     return Snapshot(
-        time.time(), (Job("here", "workers of Ray on this machine"),), actors, tuple(workers),
+        time.time(), (Job("here", "workers of Ray on this machine"),), actors, workers,
         (Node("here", socket.gethostname()),), took_s=time.monotonic() - began, partial=True,
         notes=("Only this machine was looked at: ranks on others, the driver's waits and deaths are not known.",),
     )  # fmt: skip

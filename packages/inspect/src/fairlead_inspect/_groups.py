@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from fairlead_placement.extension import ask_head, find_boards, group_pairs, read_boards, run_on_nodes
@@ -19,21 +19,12 @@ _PART = 0.4
 
 
 def read_labels(job_ids: Collection[str], timeout_s: float) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Read the groups of some jobs and the records of their workers. Workers receive no signal and run nothing.
-
-    Args:
-        job_ids: the jobs.
-        timeout_s: seconds for all of it.
-
-    Returns:
-        A label for each member by the id of its actor, and a note for each board and node that did not answer. A label
-        has the `rank` of the member, the name of its `group`, its `world_size` and its `coords`. From the record of its
-        worker it has the `step`, and whether the worker is `waiting` for others.
-    """
+    """Return the labels of a `Snapshot` and further notes for it. Workers receive no signal and run nothing."""
     if importlib.util.find_spec(_LIBRARY) is None:
         return {}, []
-    boards = ask_head("list the boards", find_boards, timeout_s=timeout_s)
-    boards = [board for board in boards if board.job_id in job_ids]
+    boards = [
+        board for board in ask_head("list the boards", find_boards, timeout_s=timeout_s) if board.job_id in job_ids
+    ]
     if not boards:  # a job without boards has no groups, and the library need not be loaded
         return {}, []
     # By name, so that nothing here depends on the library.
@@ -45,29 +36,6 @@ def read_labels(job_ids: Collection[str], timeout_s: float) -> tuple[dict[str, d
         else:
             published += [(board, value) for value in values.values()]
     groups = spi.read_groups(published)
-    records, missing = _read_records(spi, groups, timeout_s * _PART)
-    notes += missing
-    alike = Counter((one.driver["job_id"], one.name) for one in groups)
-    labels = {}
-    for group in groups:
-        name = group.name if alike[group.driver["job_id"], group.name] == 1 else group.label
-        size = math.prod(group.shape.values())
-        for member in group.members:
-            record = records.get(member.actor_id, {})
-            labels[member.actor_id] = {
-                "rank": member.rank,
-                "group": name,
-                "world_size": size,
-                "coords": dict(member.coords),
-                "waiting": bool(record.get("waiting")),
-                "step": record.get("step"),
-            }
-    labels.pop("", None)  # a member whose actor has not been created
-    return labels, notes
-
-
-def _read_records(spi: Any, groups: Iterable[Any], timeout_s: float) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the record of each member by the id of its actor, with one question to each node, and what failed."""
     members = group_pairs((member.node_id, member) for group in groups for member in group.members)
     # No stacks, for which workers would be interrupted.
     arguments = {
@@ -75,13 +43,23 @@ def _read_records(spi: Any, groups: Iterable[Any], timeout_s: float) -> tuple[di
         for node_id, its in members.items()
     }
     records: dict[str, dict[str, Any]] = {}
-    notes = []
-    for node_id, answer in run_on_nodes(spi.look_from_outside, arguments, timeout_s=timeout_s).items():
+    answers = run_on_nodes(spi.look_from_outside, arguments, timeout_s=timeout_s * _PART)
+    for node_id, answer in answers.items():
         if isinstance(answer, Exception):
             notes.append(f"Fairlead's groups on node {node_id[:8]} are not known: {_reason(answer)}")
         else:
             records |= {member.actor_id: row for member, row in zip(members[node_id], answer, strict=True)}
-    return records, notes
+    alike = Counter((group.driver["job_id"], group.name) for group in groups)
+    labels = {}
+    for group in groups:
+        name = group.name if alike[group.driver["job_id"], group.name] == 1 else group.label
+        of_group = {"group": name, "world_size": math.prod(group.shape.values())}
+        for member in group.members:
+            record = records.get(member.actor_id, {})
+            of_record = {"waiting": bool(record.get("waiting")), "step": record.get("step")}
+            labels[member.actor_id] = {"rank": member.rank, "coords": dict(member.coords), **of_group, **of_record}
+    labels.pop("", None)  # a member whose actor has not been created
+    return labels, notes
 
 
 def _reason(error: Exception) -> str:

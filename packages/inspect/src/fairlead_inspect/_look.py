@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A look at a cluster from a program, and the label with which a process tells who it is."""
+"""A snapshot of a cluster for a program, and the label with which a process tells who it is."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import ray
 from fairlead_placement import init_ray
 
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster
-from ._fleets import LABEL
+from ._worker_sets import LABEL
 from .model import Snapshot
 
 # Of a label: environments travel, and are read while a job hangs.
@@ -23,22 +23,22 @@ def look(
     """Look once at the jobs of a cluster, without a signal to any process.
 
     In a process that is connected to Ray, it looks at that cluster, including the job of the process itself, for
-    example from an actor that watches over its job. Else it attaches for the look, and needs no job there.
+    example from an actor that watches over its job. Else it attaches for it, and needs no job there.
 
     Args:
         address: the cluster, as for `fairlead_placement.init_ray`, but none is started.
         job: the id of the only job to look at; None for all that run.
-        window_s: the seconds between the two parts of the look, which tell what moves.
+        window_s: the seconds between its two parts, which tell what moves.
         timeout_s: the seconds for all of it. Nodes that have not answered by then are `silent`.
 
     Returns:
-        The look, for `diagnose`, `fold_stacks` and `write_report`. It can be pickled.
+        The snapshot, for `diagnose`, `fold_stacks` and `write_report`. It can be pickled.
 
     Raises:
         ValueError: the address is not one or "local", a time is not positive, or no such job runs.
         PlacementError: the cluster cannot be reached.
         HeadTimeoutError: Ray's head did not answer.
-        RayVersionError: a private part of this version of Ray differs from what a look reads.
+        RayVersionError: a private part of this version of Ray differs from what this package reads.
     """
     for name, value in (("window_s", window_s), ("timeout_s", timeout_s)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
@@ -88,11 +88,10 @@ def label(
             raise TypeError(f"{name} must be a whole number of at least 0, got {number!r}")
     if world_size is not None and rank >= world_size:
         raise ValueError(f"rank {rank} is beyond the world size {world_size}")
-    given = {"rank": rank, "group": group, "world_size": world_size, "coords": dict(coords) if coords else None}
+    given = {"rank": rank, "group": group, "world_size": world_size, "coords": dict(coords or {}) or None}
     text = json.dumps({name: value for name, value in given.items() if value is not None})
     if len(text.encode()) > MOST_BYTES:
-        raise ValueError(
-            f"the label has {len(text.encode())} bytes, and {MOST_BYTES} are read: shorten the group's name"
-        )
+        size = len(text.encode())
+        raise ValueError(f"the label has {size} bytes, and {MOST_BYTES} are read: shorten the group's name")
     os.environ[LABEL] = text
     return {LABEL: text}

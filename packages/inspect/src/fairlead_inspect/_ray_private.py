@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps every use of a Ray API that is not public, each with its reason, and its fallback if it has one."""
+"""Wraps every use of a Ray API that is not public. Another shape of it is refused.
+
+Reason: the state API needs a dashboard, takes 15 times as long, stops at 10,000 rows, and names neither the worker of a
+driver nor who has requested a placement group, and when.
+"""
 
 import importlib
 import inspect
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -13,16 +17,17 @@ import ray
 from fairlead_placement import RayVersionError
 from fairlead_placement.extension import COMMAND_MARK
 
-from .model import Actor, Call, Death, Job, Reservation, Span
+from .model import Actor, Call, Death, Job, Reservation
 
 # The numbers of these in Ray's task events.
 FINISHED, FAILED, RUNNING = 11, 12, 8
 _CREATION = 1
+# The driver is a task too. Its id begins like this, as those of the tasks that create actors.
+_DRIVER = "f" * 16
 # The states of placement groups for which no process waits.
 _PLACED = ("CREATED", "REMOVED")
 # Parts of a runtime environment that take time.
 _INSTALLED = ("pip", "uv", "conda", "container", "image_uri", "working_dir", "py_modules", "java_jars")
-# The argument of a raylet with the id of its node.
 # The fields of Ray's tables that the functions below read, by message, each in a module of `ray.core.generated`.
 _FIELDS = {
     "gcs_pb2.JobTableData": "job_id entrypoint driver_pid driver_address is_dead config",
@@ -31,6 +36,8 @@ _FIELDS = {
     "gcs_pb2.TaskEvents": "task_id attempt_number task_info state_updates",
     "common_pb2.TaskInfoEntry": "type name actor_id parent_task_id required_resources runtime_env_info",
     "gcs_pb2.TaskStateUpdate": "node_id worker_pid state_ts_ns",
+    "gcs_pb2.PlacementGroupTableData": "placement_group_id creator_job_id creator_actor_id name state stats bundles "
+    "placement_group_creation_timestamp_ms",
 }
 _NUMBERS = {
     "common_pb2.TaskStatus": {"FINISHED": FINISHED, "FAILED": FAILED, "RUNNING": RUNNING},
@@ -46,13 +53,13 @@ def check_ray() -> None:
     found: list[str] = []
     for message, fields in _FIELDS.items():
         present = getattr(_find_generated(message), "DESCRIPTOR", None)
-        missing = [one for one in fields.split() if present is None or one not in present.fields_by_name]
+        missing = [name for name in fields.split() if present is None or name not in present.fields_by_name]
         found += [f"{message} has no {', '.join(missing)}"] if missing else []
     for kind, numbers in _NUMBERS.items():
         values = dict(getattr(_find_generated(kind), "items", tuple)())
         found += [f"{kind}.{one} is {values.get(one)}, not {n}" for one, n in numbers.items() if values.get(one) != n]
     accessor = getattr(getattr(ray, "_raylet", None), "GlobalStateAccessor", None)
-    found += [f"GlobalStateAccessor has no {one}" for one in _TABLES if not hasattr(accessor, one)]
+    found += [f"GlobalStateAccessor has no {table}" for table in _TABLES if not hasattr(accessor, table)]
     for path, variable in _VARIABLES.items():
         function: Any = ray._private.worker
         for part in path.split("."):
@@ -74,25 +81,19 @@ def _find_generated(path: str) -> Any:
 
 
 def read_jobs(job_id: str | None = None) -> list[Job]:
-    """Return the jobs that have not ended, or one of them, with their drivers; without an id none of a command.
-
-    Reason: the state API needs a dashboard, and does not name the driver's worker.
-    """
+    """Return the jobs that have not ended, or one of them, with their drivers; without an id none of a command."""
     from ray.core.generated.gcs_pb2 import JobTableData
 
     rows = [JobTableData.FromString(raw) for raw in _accessor().get_job_table()]
     return [
-        Job(one.job_id.hex(), one.entrypoint, one.driver_pid, driver.node_id.hex(), driver.worker_id.hex())
-        for one, driver in ((one, one.driver_address) for one in rows if not one.is_dead)
-        if (COMMAND_MARK not in one.config.metadata if job_id is None else one.job_id.hex() == job_id)
+        Job(job.job_id.hex(), job.entrypoint, job.driver_pid, driver.node_id.hex(), driver.worker_id.hex())
+        for job, driver in ((row, row.driver_address) for row in rows if not row.is_dead)
+        if (COMMAND_MARK not in job.config.metadata if job_id is None else job.job_id.hex() == job_id)
     ]
 
 
 def read_actors(job_id: str) -> list[Actor]:
-    """Return the actors of a job, also those that are dead.
-
-    Reason: the state API needs a dashboard, and takes 15 times as long.
-    """
+    """Return the actors of a job, also those that are dead."""
     from ray.core.generated.gcs_pb2 import ActorTableData
 
     table = _accessor().get_actor_table(ray.JobID.from_hex(job_id), None)
@@ -121,11 +122,8 @@ def _parse_actor(kind: Any, row: Any) -> Actor:
 
 def _find_installs(environment: str) -> tuple[str, ...]:
     """Return the parts of a runtime environment that are installed or downloaded before a worker starts."""
-    try:
-        parts = json.loads(environment or "{}")
-    except ValueError:
-        return ()
-    return tuple(name for name in _INSTALLED if isinstance(parts, dict) and parts.get(name))
+    parts = json.loads(environment or "{}")
+    return tuple(name for name in _INSTALLED if parts.get(name))
 
 
 def _parse_death(row: Any) -> Death:
@@ -144,136 +142,93 @@ def _parse_death(row: Any) -> Death:
 
 
 def read_calls(job_id: str) -> tuple[list[Call], frozenset[str], dict[str, float]]:
-    """Return the open calls and tasks of a job, the ids of the finished ones, and when actors were created.
-
-    Reason: the state API needs a dashboard, and stops at 10,000 rows.
-    """
-    return _parse_events(job_id, _read_events())
-
-
-def read_spans(job_id: str) -> list[Span]:
-    """Return the calls and tasks of a job that have begun, also those that are over, and each attempt of them.
-
-    Reason: the state API needs a dashboard, and stops at 10,000 rows.
-    """
-    return [span for one in _read_events() if (span := _parse_span(job_id, one)) is not None]
-
-
-def _parse_span(job_id: str, one: Any) -> Span | None:
-    task_id, times, info = one.task_id.hex(), dict(one.state_updates.state_ts_ns), one.task_info
-    is_creation, is_driver = info.type == _CREATION, task_id[:16] == "f" * 16
-    if RUNNING not in times or not task_id.endswith(job_id) or (is_driver and not is_creation):
-        return None
-    ends = [times[state] for state in (FINISHED, FAILED) if state in times]
-    return Span(
-        task_id,
-        info.name,
-        task_id[16:48] if is_creation else info.actor_id.hex(),
-        one.state_updates.worker_pid,
-        one.state_updates.node_id.hex(),
-        times[RUNNING] / 1e9,
-        ends[0] / 1e9 if ends else None,
-        FAILED in times,
-    )
-
-
-def _read_events() -> list[Any]:
-    from ray.core.generated.gcs_pb2 import TaskEvents
-
-    return [TaskEvents.FromString(raw) for raw in _accessor().get_task_events()]
-
-
-def _parse_events(job_id: str, events: Iterable[Any]) -> tuple[list[Call], frozenset[str], dict[str, float]]:
-    from ray.core.generated.common_pb2 import TaskStatus
-
+    """Return the open calls and tasks of a job, the ids of the finished ones, and when actors were created."""
     latest: dict[str, Any] = {}
-    for one in events:
-        task_id = one.task_id.hex()
-        # A task's id ends with that of its job.
-        if task_id.endswith(job_id) and (task_id not in latest or latest[task_id].attempt_number <= one.attempt_number):
-            latest[task_id] = one
+    for event in _read_events(job_id):
+        task_id = event.task_id.hex()
+        if task_id not in latest or latest[task_id].attempt_number <= event.attempt_number:
+            latest[task_id] = event
     calls, finished, created = [], set(), dict[str, float]()
-    for task_id, one in latest.items():
-        times, info = dict(one.state_updates.state_ts_ns), one.task_info
-        if info.type == _CREATION:
+    for task_id, event in latest.items():
+        times = event.state_updates.state_ts_ns
+        if event.task_info.type == _CREATION:
             created[task_id[16:48]] = min(times.values(), default=0) / 1e9
         elif FINISHED in times or FAILED in times:
             finished.add(task_id)
-        elif times and info.name and task_id[:16] != "f" * 16:  # the driver is a task too
-            state = max(times, key=lambda number: times[number])
-            calls.append(
-                Call(
-                    task_id,
-                    info.name,
-                    info.actor_id.hex(),
-                    "RUNNING" if RUNNING in times else TaskStatus.Name(state),
-                    times.get(RUNNING, min(times.values())) / 1e9,
-                    one.state_updates.worker_pid,
-                    one.state_updates.node_id.hex(),
-                    info.parent_task_id.hex(),
-                    dict(info.required_resources),
-                    _find_installs(info.runtime_env_info.serialized_runtime_env),
-                )
-            )
+        elif times and event.task_info.name and not task_id.startswith(_DRIVER):
+            calls.append(_parse_call(event))
     return calls, frozenset(finished), created
 
 
+def read_spans(job_id: str) -> list[Call]:
+    """Return the calls and tasks of a job that have begun, also those that are over, and each attempt of them."""
+    return [
+        _parse_call(event)
+        for event in _read_events(job_id)
+        if RUNNING in event.state_updates.state_ts_ns
+        and (event.task_info.type == _CREATION or not event.task_id.hex().startswith(_DRIVER))
+    ]
+
+
+def _read_events(job_id: str) -> Iterator[Any]:
+    from ray.core.generated.gcs_pb2 import TaskEvents
+
+    events = map(TaskEvents.FromString, _accessor().get_task_events())
+    return (event for event in events if event.task_id.hex().endswith(job_id))  # a task's id ends with that of its job
+
+
+def _parse_call(event: Any) -> Call:
+    from ray.core.generated.common_pb2 import TaskStatus
+
+    task_id, info, times = event.task_id.hex(), event.task_info, dict(event.state_updates.state_ts_ns)
+    latest = next((state for state in (FAILED, FINISHED, RUNNING) if state in times), max(times, key=times.__getitem__))
+    return Call(
+        task_id,
+        info.name,
+        task_id[16:48] if info.type == _CREATION else info.actor_id.hex(),
+        TaskStatus.Name(latest),
+        times.get(RUNNING, min(times.values())) / 1e9,
+        event.state_updates.worker_pid,
+        event.state_updates.node_id.hex(),
+        info.parent_task_id.hex(),
+        dict(info.required_resources),
+        _find_installs(info.runtime_env_info.serialized_runtime_env),
+        times[latest] / 1e9 if latest in (FAILED, FINISHED) else None,
+    )
+
+
 def read_reservations() -> list[Reservation]:
-    """Return the placement groups of all jobs that are not placed.
+    """Return the placement groups of all jobs that are not placed."""
+    from ray.core.generated.gcs_pb2 import PlacementGroupStats, PlacementGroupTableData
 
-    Reason: the public function says neither when a group was requested nor by whom, and reads the same table.
-    Fallback: the public function, with the job that the end of the group's id names.
-    """
-    try:
-        from ray.core.generated.gcs_pb2 import PlacementGroupStats, PlacementGroupTableData
-
-        rows = [PlacementGroupTableData.FromString(raw) for raw in _accessor().get_placement_group_table()]
-        kinds, reasons = PlacementGroupTableData.PlacementGroupState, PlacementGroupStats.SchedulingState
-        return [
-            Reservation(
-                one.placement_group_id.hex(),
-                one.creator_job_id.hex(),
-                one.name,
-                "" if one.creator_actor_id.startswith(b"\xff" * 12) else one.creator_actor_id.hex(),
-                reasons.Name(one.stats.scheduling_state),
-                write_bundles(dict(bundle.unit_resources) for bundle in one.bundles),
-                one.placement_group_creation_timestamp_ms / 1e3,
-            )
-            for one in rows
-            if kinds.Name(one.state) not in _PLACED
-        ]
-    except (ImportError, AttributeError, TypeError):
-        from ray.util import placement_group_table
-
-        return [
-            Reservation(group_id, group_id[-8:], row["name"], bundles=write_bundles(row["bundles"].values()))
-            for group_id, row in placement_group_table().items()
-            if row["state"] not in _PLACED
-        ]
+    rows = map(PlacementGroupTableData.FromString, _accessor().get_placement_group_table())
+    kinds, reasons = PlacementGroupTableData.PlacementGroupState, PlacementGroupStats.SchedulingState
+    return [
+        Reservation(
+            row.placement_group_id.hex(),
+            row.creator_job_id.hex(),
+            row.name,
+            "" if row.creator_actor_id.startswith(b"\xff" * 12) else row.creator_actor_id.hex(),
+            reasons.Name(row.stats.scheduling_state),
+            write_bundles(dict(bundle.unit_resources) for bundle in row.bundles),
+            row.placement_group_creation_timestamp_ms / 1e3,
+        )
+        for row in rows
+        if kinds.Name(row.state) not in _PLACED
+    ]
 
 
 def read_launches() -> int:
-    """Return how many nodes an autoscaler requests or starts; 0 if none runs.
+    """Return how many nodes an autoscaler requests or starts, which `ray status` does not say; 0 if none runs."""
+    from ray.autoscaler.v2.sdk import get_cluster_status
 
-    Reason: the public command `ray status` prints text, and counts nodes without saying which are on the way.
-    Fallback: none, so that who waits for a node is late.
-    """
-    try:
-        from ray.autoscaler.v2.sdk import get_cluster_status
-
-        status = get_cluster_status(ray.get_runtime_context().gcs_address)
-    except (ImportError, AttributeError, TypeError):
-        return 0
-    return len(status.pending_nodes) + sum(int(one.count) for one in status.pending_launches)
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    return len(status.pending_nodes) + sum(int(launch.count) for launch in status.pending_launches)
 
 
 def write_bundles(bundles: Iterable[Mapping[str, float]]) -> str:
-    """Return the bundles of a placement group as text.
-
-    >>> write_bundles([{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}])
-    '2 x 1 CPU, 1 GPU'
-    """
-    texts = [", ".join(f"{amount:g} {name}" for name, amount in sorted(one.items())) for one in bundles]
+    """Return the bundles of a placement group as text, such as "2 x 1 CPU, 1 GPU"."""
+    texts = [", ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items())) for bundle in bundles]
     return "; ".join(f"{count} x {text}" for text, count in Counter(texts).items())
 
 

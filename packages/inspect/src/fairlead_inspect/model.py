@@ -10,13 +10,7 @@ Confidence = Literal["certain", "likely", "guess"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """A fact behind a statement.
-
-    Attributes:
-        source: where it is from.
-        text: the fact.
-        age_s: how old it is, in seconds; None if it has no age.
-    """
+    """A fact behind a statement, where it is from, and how many seconds old it is; None if it has no age."""
 
     source: str
     text: str
@@ -25,13 +19,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Frame:
-    """A Python frame.
-
-    Attributes:
-        file: the path of its file.
-        function: its function, with the class.
-        line: the line; 0 where it does not matter.
-    """
+    """A Python frame: the path of its file, its function with the class, and the line, 0 where it does not matter."""
 
     file: str
     function: str
@@ -55,9 +43,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread of a process in two looks: counts are between them, and None if unknown, as is when it ran last.
+    """A thread of a process at two moments: counts are between them, and None if unknown, as is when it ran last.
 
-    `stack` is of the later look, innermost frame first, and `before` of the earlier one, None if it was not read then.
+    `stack` is of the later one, innermost frame first, and `before` of the earlier one, None if it was not read then.
     `waits_inside` says whether the innermost line waits for a device or another rank in native code, and `waits_on`
     what it waits for in the kernel, such as "time.sleep" or "10.0.0.9:443". It waits for the `references`, and for
     further objects, as many as `unread`, whose ids could not be read.
@@ -79,7 +67,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class Child:
-    """A process that a worker has started: states in both looks, CPU ticks between them, where it stands, since when.
+    """A process that a worker has started: states at both moments, CPU ticks between them, where it stands, since when.
 
     Stacks of children are read only where the worker stands in code that waits for a child.
     """
@@ -115,7 +103,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Process:
-    """A process as the kernel and py-spy see it in two looks, `window_s` apart.
+    """A process as the kernel and py-spy see it at two moments, `window_s` apart.
 
     `ticks` are the CPU ticks of all its threads between them, `environ` has allowed variables only, `note` says why
     there are no stacks, and `file` names the function of the kernel that a wait for a disk is in. `records` says which
@@ -136,11 +124,6 @@ class Process:
     file: str = ""
     records: tuple[Record, ...] = ()
 
-    @property
-    def references(self) -> tuple[Reference, ...]:
-        """The objects that its threads wait for."""
-        return tuple(one for thread in self.threads for one in thread.references)
-
 
 @dataclass(frozen=True)
 class Death:
@@ -153,7 +136,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Call:
-    """A call or task that has not finished, from Ray's task events: when it began or was submitted, or 0.
+    """A call or task, from Ray's task events: when it began, or else was submitted, and when it `ended` if it has.
 
     `parent` is the task that has submitted it. A task requests `resources`, and `environment` lists what its runtime
     environment installs.
@@ -169,20 +152,7 @@ class Call:
     parent: str = ""
     resources: Mapping[str, float] = field(default_factory=dict, hash=False)
     environment: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Span:
-    """One attempt of a call or task that has begun, by the clock of its node; `ended` is None while it runs."""
-
-    task_id: str
-    name: str
-    actor_id: str
-    pid: int
-    node_id: str
-    began: float
     ended: float | None = None
-    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -266,9 +236,14 @@ class Member:
     source: str = ""
     coords: Mapping[str, int] = field(default_factory=dict, hash=False)
 
+    @property
+    def label(self) -> str:
+        """How people call it in its worker set."""
+        return f"#{self.ordinal}" if self.rank is None else f"rank {self.rank}"
+
 
 @dataclass(frozen=True)
-class Fleet:
+class WorkerSet:
     """Actors that do the same work, the rule that found them, and how sure that is.
 
     `disputed` says why its ranks cannot be: two members have one, or one is beyond the world size.
@@ -285,13 +260,13 @@ class Fleet:
     @property
     def missing(self) -> tuple[int, ...]:
         """The ranks below the world size that no member has, if the ranks of all members are known."""
-        ranks = {one.rank for one in self.members}
+        ranks = {member.rank for member in self.members}
         return tuple(rank for rank in range(self.world_size or 0) if rank not in ranks) if None not in ranks else ()
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that one look has seen, as plain values that can be pickled.
+    """All that `look` has seen, as plain values that can be pickled.
 
     Attributes:
         looked_at: when, in seconds since the epoch.
@@ -306,7 +281,7 @@ class Snapshot:
         finished: the ids of tasks that are over.
         labels: what Fairlead's groups say of actors, by their ids: `rank`, `group`, `world_size`, `coords`, `waiting`
             (whether it waits for other members) and `step`.
-        took_s: how long the look took.
+        took_s: how many seconds that took.
         notes: what could not be read, and why.
     """
 
@@ -327,13 +302,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Named:
-    """An actor in a finding.
-
-    Attributes:
-        id: Ray's id of it, hexadecimal.
-        class_name: its class.
-        name: its name, or "".
-    """
+    """An actor in a finding: Ray's id of it, hexadecimal, its class, and its name, or ""."""
 
     id: str
     class_name: str
@@ -342,14 +311,9 @@ class Named:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The processes that wait for the same one.
+    """The processes that wait for the same one: how many, the ranks that are known, and the `ordinals` of the others.
 
-    Attributes:
-        count: how many processes.
-        ranks: the ranks that are known.
-        ordinals: those without a rank, by their creation.
-        where: the frames at which most of them wait, innermost first.
-        since_s: for how long, in seconds; None if that is not known.
+    They wait at the frames `where`, innermost first, for `since_s` seconds; None if that is not known.
     """
 
     count: int = 0
@@ -361,17 +325,13 @@ class Waiting:
 
 @dataclass(frozen=True)
 class StackClass:
-    """Processes that stand at the same place.
+    """Processes of one worker set, or else one class, that stand at the same place, the frames `where`.
 
-    Attributes:
-        fleet: their worker set, or their class without one.
-        does: what they do there, such as "collective" or "get".
-        ranks: the rank of each as a number, as "#2" if only its place in the creation is known, or "".
-        pids: the process id of each.
-        where: the frames of the place, innermost first.
+    `does` says what they do there, such as "collective" or "ray-get". A rank is a number, "#2" if only its place in the
+    creation is known, or "".
     """
 
-    fleet: str
+    worker_set: str
     does: str
     ranks: tuple[str, ...]
     pids: tuple[int, ...]
@@ -380,15 +340,9 @@ class StackClass:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A process that may be what a job waits for, if none is known to be.
+    """A process that may be what a job waits for, if none is known to be; `text` says why it is not called the cause.
 
-    Attributes:
-        name: how people call it.
-        pid: its process id, or 0.
-        node: the address of its node.
-        where: the frames at which it stands, innermost first.
-        since_s: for how long, in seconds; None if that is not known.
-        text: why it is not called the cause.
+    It stands at the frames `where` for `since_s` seconds, None if that is not known. A `pid` of 0 is not known.
     """
 
     name: str
@@ -417,7 +371,7 @@ class Finding:
         blames: whether it names the cause of a wait.
         text: the statement in words.
         subject: what it is about, if that is not a process, such as a placement group.
-        fleet: the worker set that it is about.
+        worker_set: the worker set that it is about.
         ranks: the ranks that it is about.
         ordinals: whom it is about without a rank, by their creation.
         actors: the actors that it is about.
@@ -440,7 +394,7 @@ class Finding:
     confidence: Confidence = "likely"
     blames: bool = False
     text: str = ""
-    fleet: str = ""
+    worker_set: str = ""
     ranks: tuple[int, ...] = ()
     ordinals: tuple[int, ...] = ()
     actors: tuple[Named, ...] = ()

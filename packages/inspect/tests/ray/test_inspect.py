@@ -132,9 +132,9 @@ def blamed():
     done = decide("--json", holds=lambda done: done.returncode == 1)
     assert (done.returncode, done.stderr) == (1, ""), done.stdout
     (job,) = json.loads(done.stdout)["jobs"]
-    (fleet,) = [one for one in job["worker_sets"] if one["key"] == "policy"]
-    assert (fleet["source"], fleet["confidence"], fleet["world_size"]) == ("group", "certain", 4)
-    return [one for one in job["findings"] if one["blames"]], {one["rank"]: one["coords"] for one in fleet["members"]}
+    (workers,) = [one for one in job["worker_sets"] if one["key"] == "policy"]
+    assert (workers["source"], workers["confidence"], workers["world_size"]) == ("group", "certain", 4)
+    return [one for one in job["findings"] if one["blames"]], {one["rank"]: one["coords"] for one in workers["members"]}
 
 
 def members():
@@ -189,8 +189,8 @@ def test_agent_stopped(driver, stop_process):
     with stop_process(agent):
         found = json.loads(run("why", "--json", timeout_s=10).stdout)
     assert any(note.startswith("Fairlead's groups of process") for note in found["notes"]), found["notes"]
-    (fleet,) = found["jobs"][0]["worker_sets"]
-    assert (fleet["source"], [one["rank"] for one in fleet["members"]]) == ("environment", [0, 1, 2, 3])
+    (workers,) = found["jobs"][0]["worker_sets"]
+    assert (workers["source"], [one["rank"] for one in workers["members"]]) == ("environment", [0, 1, 2, 3])
 
 
 @pytest.mark.nightly

@@ -131,7 +131,7 @@ def test_timeline(job, tmp_path):
     running = [one["name"] for one in events if one["ph"] == "X" and one["args"].get("running")]
     assert sorted(running) == ["Controller.run (running)", "Trainer.train (running)"]
     assert "secret-of-the-job" not in path.read_text()
-    assert run(job, "timeline", "-o", str(tmp_path / "missing" / "trace.json")).returncode == 2
+    assert run(job, "timeline", "-o", str(tmp_path / "missing" / "trace.json")).returncode == 3
 
 
 WATCHDOG = """
@@ -146,7 +146,7 @@ WATCHDOG = """
         blamed = [one for one in diagnose(snapshot, after_s=2) if one.blames]
     (found,) = blamed
     print(found.kind, found.actors[0].class_name, found.waiting.count)
-    print([one.fleet for one in fold_stacks(snapshot)])
+    print([one.worker_set for one in fold_stacks(snapshot)])
     write_report(snapshot, [found], "watchdog.html")
     ray.init(logging_level="error")
     own, others = ray.get_runtime_context().get_job_id(), {one.job_id for one in snapshot.jobs}

@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at pretended clusters, for tests of fleets and of the verdict."""
+"""Snapshots of pretended clusters, and what the commands print about them."""
 
+import contextlib
+import io
+import itertools
+import json
+import os
+from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
+from fairlead_inspect import _command
 from fairlead_inspect.model import Actor, Call, Frame, Job, Node, Process, Reference, Snapshot, Thread
 
 NOW, NODE, JOB = 10_000.0, "n1", "01000000"
@@ -99,7 +107,7 @@ def label_of(rank, size, *, group="policy", waiting=False, step=None, **coords):
     }
 
 
-def fleet_of(stacks, *, driver_waits=True, how=None, **given):
+def ranks_of(stacks, *, driver_waits=True, how=None, **given):
     """Return a job whose actors stand at some stacks, with ranks in their environment."""
     size = len(stacks)
     actors = [actor(number) for number in range(size)]
@@ -124,3 +132,21 @@ def look(actors, processes, **given):
             **given,
         }
     )
+
+
+def run(snapshot, *arguments):
+    """Run a command on this machine, where it looks at a snapshot, or at one after the other: status and output."""
+    looks, printed = snapshot if isinstance(snapshot, Iterator) else itertools.repeat(snapshot), io.StringIO()
+    look_here = mock.patch.object(_command, "look_here", side_effect=looks)
+    with look_here, contextlib.redirect_stdout(printed), mock.patch.dict(os.environ, COLUMNS="200"):
+        status = _command.main([*arguments, "--here"])
+    return status, printed.getvalue()
+
+
+def as_json(snapshot, command="why"):
+    """Return what a command prints as JSON."""
+    return json.loads(run(snapshot, command, "--json")[1])
+
+
+def worker_sets(snapshot):
+    return [one for job in as_json(snapshot)["jobs"] for one in job["worker_sets"]]

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs in which some process stands still for a good reason: the verdict must not blame it."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 
 sys.path.insert(0, str(Path(__file__).parent))
 from seen import (
@@ -22,15 +24,15 @@ from seen import (
     actor,
     actor_id,
     environ,
-    fleet_of,
     look,
     process,
+    ranks_of,
     ref,
     thread,
 )
 
 from fairlead_inspect import diagnose, exit_status
-from fairlead_inspect._node.references import read_references
+from fairlead_inspect._node.references import calibrate, read_references
 from fairlead_inspect.model import Call, Child, Death, Frame, Job
 
 MOVES = {"before": QUEUE, "ticks": 80, "switches": 3, "age": 0.0}
@@ -68,7 +70,7 @@ def test_not_stopped_in_both_looks(states):
     (one,) = process(1001, LOOP).threads
     counted = None if "" in states else 0
     snapshot = change(
-        fleet_of([LOOP] * 3), 1001, threads=(replace(one, states=states, ticks=counted, switches=counted),)
+        ranks_of([LOOP] * 3), 1001, threads=(replace(one, states=states, ticks=counted, switches=counted),)
     )
     assert "stopped" not in [kind for kind, _ in blamed(snapshot)]
     if "" not in states:
@@ -77,17 +79,17 @@ def test_not_stopped_in_both_looks(states):
 
 def test_stopped_now_and_then():
     """A process that a limiter stops and continues uses the CPU between the looks."""
-    snapshot = fleet_of([ALL_REDUCE, LOOP, ALL_REDUCE], how={1: {**MOVES, "state": "T", "ticks": 30}})
+    snapshot = ranks_of([ALL_REDUCE, LOOP, ALL_REDUCE], how={1: {**MOVES, "state": "T", "ticks": 30}})
     assert blamed(snapshot) == []
 
 
 def test_stopped_child():
     """A stopped child explains a wait only if its parent stands at the end of it and does not move."""
     paused = (Child(7, "paused", ("T", "T")),)
-    hangs = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    hangs = ranks_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
     assert blamed(change(hangs, 1002, children=paused)) == [("stopped", (2,))]
     assert blamed(change(hangs, 1000, children=paused)) == [("late", (2,))]
-    assert blamed(change(fleet_of([LOOP] * 2, how={0: MOVES, 1: MOVES}), 1000, children=paused)) == []
+    assert blamed(change(ranks_of([LOOP] * 2, how={0: MOVES, 1: MOVES}), 1000, children=paused)) == []
 
 
 def test_left_without_one():
@@ -103,12 +105,12 @@ def test_left_without_one():
     for death in (ended, crashed):
         assert blamed(of([ALL_REDUCE] * 3, death)) == []
         assert blamed(of([ALL_REDUCE, QUEUE, ALL_REDUCE], death)) == [("late", ("Worker",))]
-    # Of a fleet with a known size, those that wait for it to join cannot go on without it.
+    # Of a worker set with a known size, those that wait for it to join cannot go on without it.
     for stack, expected in ((ALL_REDUCE, []), (JOIN, [("dead", (2,))])):
-        fleet = fleet_of([stack] * 4, how={number: {"age": 0.1} for number in range(4)})
-        actors = [replace(one, state="DEAD", death=ended, pid=0) if one.pid == 1002 else one for one in fleet.actors]
-        left = tuple(one for one in fleet.processes if one.pid != 1002)
-        assert blamed(replace(fleet, actors=tuple(actors), processes=left)) == expected
+        workers = ranks_of([stack] * 4, how={number: {"age": 0.1} for number in range(4)})
+        actors = [replace(one, state="DEAD", death=ended, pid=0) if one.pid == 1002 else one for one in workers.actors]
+        left = tuple(one for one in workers.processes if one.pid != 1002)
+        assert blamed(replace(workers, actors=tuple(actors), processes=left)) == expected
     assert blamed(of([ALL_REDUCE] * 3, just, age=1.0)) == []
     assert blamed(of([ALL_REDUCE] * 3, just)) == [("dead", ("Worker",))]
 
@@ -159,7 +161,7 @@ def test_threads_that_wait():
 
 def test_thread_of_a_rank():
     """A rank that waits for a thread of its own is judged by what that does."""
-    hangs = fleet_of([QUEUE, ALL_REDUCE, ALL_REDUCE])
+    hangs = ranks_of([QUEUE, ALL_REDUCE, ALL_REDUCE])
     (rank,) = [one for one in hangs.processes if one.pid == 1000]
     assert blamed(change(hangs, 1000, threads=beside(rank, QUEUE, name="x").threads)) == [("late", (0,))]
     downloads = {"before": LOOP, "ticks": 1, "switches": 40, "age": 0.01}
@@ -168,7 +170,7 @@ def test_thread_of_a_rank():
         assert blamed(change(hangs, 1000, threads=beside(rank, stack, name="x", **how).threads)) == []
     assert blamed(change(hangs, 1000, children=(Child(7, "curl", ("S", "S"), 4),))) == []
     # It runs no call, but a thread does its work.
-    idle = fleet_of([IDLE, ALL_REDUCE, ALL_REDUCE])
+    idle = ranks_of([IDLE, ALL_REDUCE, ALL_REDUCE])
     assert blamed(idle) == [("late", (0,))]
     (rank,) = [one for one in idle.processes if one.pid == 1000]
     assert blamed(change(idle, 1000, threads=beside(rank, LOOP, name="x").threads)) == []
@@ -185,26 +187,26 @@ def test_coroutine():
     assert blamed(change(snapshot, 1000, threads=process(1000, blocks).threads)) == [("late", ("A",))]
 
 
-@pytest.mark.parametrize("timeout", [None, "None", "5400.0", "0.5", "0"])
-def test_timeout_of_a_wait(monkeypatch, timeout):
+@pytest.mark.parametrize("timeout", [None, "None", "5400.0", "0.5", "0", "<object>"])
+def test_timeout_of_a_wait(timeout):
     """Who waits with a short timeout polls, which is one wait if what it waits for does not move."""
     (id_, _), a = ref(actor_id(0)), actor(0, "A")
-    monkeypatch.setattr("fairlead_inspect._node.references._read_list", lambda *_: ([id_], 0))
+    objects = [ray.ObjectRef(bytes.fromhex(id_)), object()]
     held = [{"name": "timeout", "repr": timeout}] if timeout else []
-    frame = {"filename": GET[0].file, "name": "wait", "locals": [*held, {"name": "ray_waitables", "addr": 64}]}
-    (found,), unread = read_references(1, [frame], 16)
-    assert (found, unread) == ((id_, True, timeout in ("0.5", "0")), 0)
+    frame = {"filename": GET[0].file, "name": "wait", "locals": [*held, {"name": "ray_waitables", "addr": id(objects)}]}
+    (found,), unread = read_references(os.getpid(), [frame], calibrate(objects[0]))
+    assert (found, unread) == ((id_, True, timeout in ("0.5", "0")), 1)
     assert blamed(look([a], [driver_of(found[:2], polls=found[2]), process(1000, QUEUE)])) == [("late", ("A",))]
 
 
 def test_alone_in_a_collective():
-    """If most members of a fleet are elsewhere, the others may be alone in a collective by mistake."""
+    """If most members of a worker set are elsewhere, the others may be alone in a collective by mistake."""
     for stack in (QUEUE, IDLE):
-        assert blamed(fleet_of([BARRIER, stack, stack, stack])) == []
-        assert blamed(fleet_of([BARRIER, BARRIER, BARRIER, stack])) == [("late", (3,))]
+        assert blamed(ranks_of([BARRIER, stack, stack, stack])) == []
+        assert blamed(ranks_of([BARRIER, BARRIER, BARRIER, stack])) == [("late", (3,))]
 
 
-def test_fleet_that_may_be_none():
+def test_worker_set_that_may_be_none():
     """A chain through actors of one class, of which one is in a collective, does not lead to the others."""
     stages, other = [actor(number, "Stage") for number in range(2)], actor(2, "Other")
     processes = [process(1000, ALL_REDUCE), process(1001, QUEUE), process(1002, LOOP, **MOVES)]
@@ -225,7 +227,7 @@ def test_idle_for_a_reason():
     def of(snapshot):
         return blamed(replace(snapshot, actors=(*snapshot.actors, loader), processes=(*snapshot.processes, hangs)))
 
-    idle = fleet_of([ALL_REDUCE, IDLE, ALL_REDUCE])
+    idle = ranks_of([ALL_REDUCE, IDLE, ALL_REDUCE])
     states = {actor_id(1): "PENDING_ARGS_AVAIL"}
     calls = tuple(replace(one, state=states.get(one.actor_id, one.state)) for one in idle.calls)
     assert of(replace(idle, calls=calls)) == []

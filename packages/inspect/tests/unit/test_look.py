@@ -12,10 +12,9 @@ import pytest
 import ray
 
 sys.path.insert(0, str(Path(__file__).parent))
-from seen import ALL_REDUCE, QUEUE, fleet_of
+from seen import ALL_REDUCE, QUEUE, ranks_of, worker_sets
 
 from fairlead_inspect import diagnose, label, look, write_report
-from fairlead_inspect._fleets import find_fleets
 
 # The variable that frameworks set.
 LABEL = "FAIRLEAD_INSPECT_LABEL"
@@ -46,18 +45,20 @@ def test_look_refuses(options, message):
 
 @pytest.mark.usefixtures("labelled")
 def test_label():
-    """The fleet of a process is that of its label, with its rank; the label of the latest call counts."""
+    """The worker set of a process is that of its label, with its rank; the label of the latest call counts."""
     label(rank=0, group="first")
     given = label(rank=2, group="policy", world_size=3, coords={"dp": 2})
     assert given == {LABEL: os.environ[LABEL]}
-    seen = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    seen = ranks_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
     ranks = zip(seen.actors, (1, 0, 2), strict=True)
     labels = {one.pid: label(rank=rank, group="policy", world_size=3) for one, rank in ranks}
     processes = tuple(replace(one, environ=labels.get(one.pid, {})) for one in seen.processes)
-    (fleet,) = find_fleets(replace(seen, processes=processes))
-    assert (fleet.name, fleet.rule, fleet.confidence, fleet.world_size) == ("policy", "label", "certain", 3)
+    (policy,) = worker_sets(replace(seen, processes=processes))
+    known = [policy[name] for name in ("key", "source", "confidence", "world_size")]
+    assert known == ["policy", "label", "certain", 3]
     actors = [one.actor_id for one in seen.actors]
-    assert [(one.rank, one.key) for one in fleet.members] == [(0, actors[1]), (1, actors[0]), (2, actors[2])]
+    members = [(member["rank"], member["key"]) for member in policy["members"]]
+    assert members == [(0, actors[1]), (1, actors[0]), (2, actors[2])]
 
 
 @pytest.mark.usefixtures("labelled")
@@ -81,7 +82,7 @@ def test_label_refuses(options, error, message):
 
 def test_report(tmp_path):
     """The page has the verdict and the stacks, and texts of the job are inert. It loads nothing, and runs nothing."""
-    hung = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    hung = ranks_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
     evil = "train.py --api-key hunter2 <script>alert(1)</script> \x1b[31m </pre>"
     snapshot = pickle.loads(pickle.dumps(replace(hung, jobs=(replace(hung.jobs[0], entrypoint=evil),))))
     write_report(snapshot, diagnose(snapshot), tmp_path / "why.html")

@@ -6,8 +6,7 @@ import pickle
 import pytest
 import ray
 
-from fairlead_inspect import _ray_private
-from fairlead_inspect._fanout import look_at_cluster
+from fairlead_inspect import _ray_private, look
 from fairlead_placement import RayVersionError
 
 
@@ -43,12 +42,14 @@ def test_another_shape(monkeypatch, part, message):
         path, other = replaced[part]
         monkeypatch.setattr(_ray_private, "_find_generated", lambda name: other if name == path else found(name))
     elif part == "table":
-        tables = type("GlobalStateAccessor", (), dict.fromkeys(set(_ray_private._TABLES) - {"get_task_events"}))
+        others = ("get_job_table", "get_actor_table", "get_placement_group_table")
+        tables = type("GlobalStateAccessor", (), dict.fromkeys(others))
         monkeypatch.setattr(ray._raylet, "GlobalStateAccessor", tables)
     else:
         monkeypatch.setattr(ray._private.worker, "get", other_get if part == "function" else None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     with pytest.raises(RayVersionError, match=r"fairlead-inspect cannot read .* gives no result") as error:
-        look_at_cluster(None)
+        look()
     assert message in str(error.value)
     assert f"Ray {ray.__version__}" in str(error.value)
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)

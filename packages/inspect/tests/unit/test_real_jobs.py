@@ -26,9 +26,9 @@ from seen import (
     actor,
     actor_id,
     environ,
-    fleet_of,
     look,
     process,
+    ranks_of,
     ref,
     task,
 )
@@ -43,7 +43,7 @@ SPINS = {"ticks": 100, "switches": 5, "states": ("R", "R"), "age": 0.0}
 def spinning(stacks, *, inside=(), others=()):
     """Return ranks that spin where NCCL waits, except for those of `others`."""
     how = {rank: {**SPINS, "before": stack, "inside": rank in inside} for rank, stack in enumerate(stacks)}
-    return fleet_of(stacks, how={rank: one for rank, one in how.items() if rank not in others})
+    return ranks_of(stacks, how={rank: one for rank, one in how.items() if rank not in others})
 
 
 def verdict(snapshot):
@@ -80,13 +80,13 @@ def test_checkpoint_on_a_dead_disk():
     folder = SITE + "torch/distributed/checkpoint/"
     write = (Frame(folder + "filesystem.py", "write_data", 600), Frame("/w/step.py", "checkpoint", 80))
     gather = (ALL_REDUCE[0], Frame(folder + "utils.py", "gather_object", 150), Frame("/w/step.py", "checkpoint", 80))
-    snapshot = fleet_of([gather, gather, gather, write], how={3: {"states": ("D", "D"), "age": 300.0}})
+    snapshot = ranks_of([gather, gather, gather, write], how={3: {"states": ("D", "D"), "age": 300.0}})
     assert verdict(snapshot)[:2] == (1, [("disk", (3,))])
 
 
 def test_one_machine_of_two():
     """Ranks that another machine may have are not called missing by a look at this one, which says what it lacks."""
-    snapshot = fleet_of([JOIN] * 3, driver_waits=False)
+    snapshot = ranks_of([JOIN] * 3, driver_waits=False)
     fewer = [
         replace(one, environ=environ(int(one.environ["RANK"]), 8)) if one.environ else one for one in snapshot.processes
     ]
@@ -98,13 +98,13 @@ def test_one_machine_of_two():
 def test_a_rank_that_serves():
     """A rank that waits for requests is not blamed for ranks that hang in a collective of their own."""
     receive = (Frame(SITE + "zmq/sugar/socket.py", "Socket.recv", 900), Frame("/w/generator.py", "serve", 33))
-    status, blamed, found = verdict(fleet_of([ALL_REDUCE, ALL_REDUCE, ALL_REDUCE, receive]))
+    status, blamed, found = verdict(ranks_of([ALL_REDUCE, ALL_REDUCE, ALL_REDUCE, receive]))
     assert (status, blamed, suspects(found)) == (4, [], [1003])
 
 
 def test_a_rank_that_waits_for_a_peer_outside():
     """A rank that reads from a network is named, and the blame is likely only: the peer may be at fault."""
-    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE[2:]])
+    snapshot = ranks_of([ALL_REDUCE, ALL_REDUCE, QUEUE[2:]])
     network = [
         replace(one, threads=(replace(one.threads[0], waits_on="10.0.0.9:443"),)) if one.pid == 1002 else one
         for one in snapshot.processes
@@ -125,7 +125,7 @@ def test_two_experiments():
 def test_checkout_with_the_name_of_a_library(checkout):
     """Code of the job in a folder called torch or vllm is code of the job."""
     own = (QUEUE[0], QUEUE[1], Frame(checkout, "next_batch", 5))
-    assert verdict(fleet_of([ALL_REDUCE, ALL_REDUCE, own]))[:2] == (1, [("late", (2,))])
+    assert verdict(ranks_of([ALL_REDUCE, ALL_REDUCE, own]))[:2] == (1, [("late", (2,))])
 
 
 def test_compiled_graph():
@@ -134,7 +134,7 @@ def test_compiled_graph():
         Frame(SITE + "ray/experimental/channel/shared_memory_channel.py", "Channel.read", 400),
         Frame(SITE + "ray/dag/compiled_dag_node.py", "do_exec_tasks", 150),
     )
-    snapshot = fleet_of([channel, channel, QUEUE], driver_waits=False)
+    snapshot = ranks_of([channel, channel, QUEUE], driver_waits=False)
     plain = tuple(replace(one, environ={}) for one in snapshot.processes if one.pid != 811)
     driver = process(811, (channel[0], Frame("/w/main.py", "main", 5)), driver=True)
     actors = tuple(replace(one, class_name=f"Stage{at}") for at, one in enumerate(snapshot.actors))
@@ -232,7 +232,7 @@ def test_all_who_wait_are_counted():
 def test_child_that_holds_up_its_rank():
     """A rank that waits for its data loader is named with the child that stands."""
     loads = (QUEUE[0], Frame(SITE + "torch/utils/data/dataloader.py", "_try_get_data", 1), *QUEUE[2:])
-    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, loads])
+    snapshot = ranks_of([ALL_REDUCE, ALL_REDUCE, loads])
     stack = (Frame("/w/data.py", "__getitem__", 16), Frame("/w/data.py", "<module>", 1))
     child = Child(7, "python", ("S", "S"), 0, stack, "a pipe")
     held = [replace(one, children=(child,)) if one.pid == 1002 else one for one in snapshot.processes]
@@ -281,9 +281,7 @@ def test_file_system_that_does_not_answer(tmp_path):
     with subprocess.Popen([sys.executable, "-c", text]) as child:
         time.sleep(0.5)
         answers = []
-        thread = threading.Thread(
-            target=lambda: answers.append(look_at_node([child.pid], [], 0.2, -1, 3.0)), daemon=True
-        )
+        thread = threading.Thread(target=lambda: answers.append(look_at_node([child.pid], [], 0.2, 3.0)), daemon=True)
         thread.start()
         thread.join(60)
         child.kill()

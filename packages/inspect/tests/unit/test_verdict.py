@@ -26,9 +26,9 @@ from seen import (
     actor,
     actor_id,
     environ,
-    fleet_of,
     look,
     process,
+    ranks_of,
     ref,
     task,
 )
@@ -49,9 +49,9 @@ def kinds(snapshot):
 
 def test_late_rank():
     """The only rank that is not in the collective, and does not move, is late, with all that a reader needs."""
-    (found,) = diagnose(fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE, ALL_REDUCE]))
+    (found,) = diagnose(ranks_of([ALL_REDUCE, ALL_REDUCE, QUEUE, ALL_REDUCE]))
     assert (found.kind, found.ranks, found.confidence, found.blames) == ("late", (2,), "certain", True)
-    assert (found.pid, found.node, found.fleet, found.since_s) == (1002, "10.0.0.1", "Worker", 100.0)
+    assert (found.pid, found.node, found.worker_set, found.since_s) == (1002, "10.0.0.1", "Worker", 100.0)
     assert [(frame.function, frame.line) for frame in found.where] == [
         ("Condition.wait", 327),
         ("next_batch", 33),
@@ -90,7 +90,7 @@ def in_ray_train(one, stack):
 def test_ray_train():
     """The workers of Ray Train are judged by the thread that runs the user's function."""
     stacks = [ALL_REDUCE, ALL_REDUCE, QUEUE, ALL_REDUCE]
-    snapshot = fleet_of([IDLE] * 4)
+    snapshot = ranks_of([IDLE] * 4)
     workers = [
         in_ray_train(one, (*stacks[one.pid - 1000], *IN_TRAIN_FUNCTION)) if one.pid >= 1000 else one
         for one in snapshot.processes
@@ -107,10 +107,10 @@ def test_not_late_yet():
     A rank that stood for long before the others came is no all-clear, nor one whose child works for as long.
     """
     hung = [ALL_REDUCE, QUEUE, ALL_REDUCE]
-    short = fleet_of(hung, how={number: {"age": 5.0} for number in range(3)})
-    one_late = fleet_of(hung, how={0: {"age": 5.0}}, driver_waits=False)
-    moves = fleet_of(hung, how={1: {"before": LOOP, "ticks": 9, "switches": 3, "age": 0.0}})
-    snapshot = fleet_of(hung)
+    short = ranks_of(hung, how={number: {"age": 5.0} for number in range(3)})
+    one_late = ranks_of(hung, how={0: {"age": 5.0}}, driver_waits=False)
+    moves = ranks_of(hung, how={1: {"before": LOOP, "ticks": 9, "switches": 3, "age": 0.0}})
+    snapshot = ranks_of(hung)
     compiles = [
         replace(one, children=(Child(7, "cc1plus", ("R", "R"), 90),)) if one.pid == 1001 else one
         for one in snapshot.processes
@@ -126,7 +126,7 @@ def test_not_late_yet():
 def test_unknown_last_run():
     """A rank that does not move is no all-clear where the kernel does not say when it ran: its call says since when."""
     hung = [ALL_REDUCE, QUEUE, ALL_REDUCE]
-    unknown = fleet_of(hung, how={1: {"age": None}})
+    unknown = ranks_of(hung, how={1: {"age": None}})
     assert blamed(unknown) == [("late", (1,), "likely")]
     (found,) = diagnose(unknown)
     assert (found.since_source, found.since_s) == ("start of its call", 200.0)
@@ -136,7 +136,7 @@ def test_unknown_last_run():
 def test_spinning_rank():
     """A rank that spins outside of the collective may be stuck or work, so that it is a suspect and not blamed."""
     spins = {"ticks": 90, "switches": 40, "before": LOOP, "states": ("R", "R"), "age": 0.0}
-    (found,) = diagnose(fleet_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: spins}))
+    (found,) = diagnose(ranks_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: spins}))
     assert (found.kind, found.blames, [one.name for one in found.suspects]) == ("undecided", False, ["Worker rank 2"])
     assert found.subject == "Worker rank 2"
     assert exit_status([found]) == 4
@@ -145,7 +145,7 @@ def test_spinning_rank():
 def test_polling_rank():
     """A rank that wakes up now and then at one line has waited since its call began; one that sleeps so may be well."""
     polls = {"ticks": 1, "switches": 2, "before": LOOP, "age": 0.0}
-    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: polls})
+    snapshot = ranks_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: polls})
     (found,) = diagnose(snapshot)
     assert (found.kind, found.ranks, found.blames, found.since_s) == ("late", (2,), True, 200.0)
     assert (found.confidence, found.rank_confidence) == ("likely", "certain")
@@ -161,22 +161,22 @@ def test_polling_rank():
 def test_disk():
     """A rank that waits for the disk and has not run between the looks is likely to be the cause; a slow one is not."""
     stuck = {"states": ("D", "D"), "age": 70.0}
-    assert blamed(fleet_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: stuck})) == [("disk", (2,), "likely")]
+    assert blamed(ranks_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: stuck})) == [("disk", (2,), "likely")]
     slow = {**stuck, "ticks": 1, "switches": 50, "before": LOOP, "age": 0.0}
-    assert blamed(fleet_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: slow})) == []
+    assert blamed(ranks_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: slow})) == []
 
 
 @pytest.mark.parametrize("states", [("R", "R"), ("R", "S"), ("S", "R")])
 def test_busy_machine(states):
     """A thread that waits for a processor has not run, and is not blamed for it."""
-    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE], how={2: {"states": states}})
+    snapshot = ranks_of([ALL_REDUCE, ALL_REDUCE, QUEUE], how={2: {"states": states}})
     assert blamed(snapshot) == []
     assert exit_status(diagnose(snapshot)) == 4
 
 
 def test_torn_stack_proves_nothing():
     """A stack that does not reach its base does not show that a thread moves, and does not blame either."""
-    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: {"ticks": 90, "switches": 4, "before": QUEUE}})
+    snapshot = ranks_of([ALL_REDUCE, ALL_REDUCE, LOOP], how={2: {"ticks": 90, "switches": 4, "before": QUEUE}})
     torn = [
         replace(one, threads=(replace(one.threads[0], before=(LOOP[0],)),)) if one.pid == 1002 else one
         for one in snapshot.processes
@@ -186,52 +186,52 @@ def test_torn_stack_proves_nothing():
 
 def test_same_collective_and_different_ones():
     """If all ranks are in a collective, none is blamed; different ones are a mismatch."""
-    assert kinds(fleet_of([ALL_REDUCE] * 4)) == ["together"]
-    assert kinds(fleet_of([ALL_REDUCE, BARRIER, ALL_REDUCE, ALL_REDUCE])) == ["mismatch"]
+    assert kinds(ranks_of([ALL_REDUCE] * 4)) == ["together"]
+    assert kinds(ranks_of([ALL_REDUCE, BARRIER, ALL_REDUCE, ALL_REDUCE])) == ["mismatch"]
     for stacks in ([ALL_REDUCE] * 4, [ALL_REDUCE, BARRIER, ALL_REDUCE]):
-        assert exit_status(diagnose(fleet_of(stacks))) == 4
-        assert exit_status(diagnose(fleet_of(stacks, how={0: {"age": 1.0}}))) == 0
+        assert exit_status(diagnose(ranks_of(stacks))) == 4
+        assert exit_status(diagnose(ranks_of(stacks, how={0: {"age": 1.0}}))) == 0
 
 
 def test_two_sinks():
     """Two ranks at one place are both likely; two at different places may wait for each other, so none is blamed."""
-    assert blamed(fleet_of([ALL_REDUCE, QUEUE, QUEUE, ALL_REDUCE])) == [("late", (1, 2), "likely")]
-    assert blamed(fleet_of([ALL_REDUCE, QUEUE, LOOP])) == []
-    assert exit_status(diagnose(fleet_of([ALL_REDUCE, QUEUE, LOOP]))) == 4
+    assert blamed(ranks_of([ALL_REDUCE, QUEUE, QUEUE, ALL_REDUCE])) == [("late", (1, 2), "likely")]
+    assert blamed(ranks_of([ALL_REDUCE, QUEUE, LOOP])) == []
+    assert exit_status(diagnose(ranks_of([ALL_REDUCE, QUEUE, LOOP]))) == 4
 
 
 def test_native_wait():
     """A rank inside of a library that waits for devices and other ranks is not blamed."""
     backward = (Frame("/v/lib/python3.11/site-packages/torch/autograd/graph.py", "_engine_run", 1), *QUEUE[2:])
-    assert blamed(fleet_of([ALL_REDUCE, backward, ALL_REDUCE])) == []
-    assert blamed(fleet_of([ALL_REDUCE, QUEUE[2:], ALL_REDUCE], how={1: {"inside": True}})) == []
+    assert blamed(ranks_of([ALL_REDUCE, backward, ALL_REDUCE])) == []
+    assert blamed(ranks_of([ALL_REDUCE, QUEUE[2:], ALL_REDUCE], how={1: {"inside": True}})) == []
 
 
 def test_unknown_reference():
     """A rank that waits in `ray.get` for an object of an unknown origin is not blamed."""
-    assert blamed(fleet_of([ALL_REDUCE, GET, ALL_REDUCE])) == []
-    assert blamed(fleet_of([ALL_REDUCE, GET, ALL_REDUCE], how={1: {"ticks": 1, "switches": 2, "before": GET}})) == []
+    assert blamed(ranks_of([ALL_REDUCE, GET, ALL_REDUCE])) == []
+    assert blamed(ranks_of([ALL_REDUCE, GET, ALL_REDUCE], how={1: {"ticks": 1, "switches": 2, "before": GET}})) == []
 
 
 def test_idle_rank():
     """A rank that runs nothing is blamed only if its caller waits for the others."""
-    assert blamed(fleet_of([ALL_REDUCE, IDLE, ALL_REDUCE])) == [("late", (1,), "likely")]
-    assert blamed(fleet_of([ALL_REDUCE, IDLE, ALL_REDUCE], driver_waits=False)) == []
-    assert blamed(fleet_of([IDLE, IDLE, IDLE])) == []
+    assert blamed(ranks_of([ALL_REDUCE, IDLE, ALL_REDUCE])) == [("late", (1,), "likely")]
+    assert blamed(ranks_of([ALL_REDUCE, IDLE, ALL_REDUCE], driver_waits=False)) == []
+    assert blamed(ranks_of([IDLE, IDLE, IDLE])) == []
 
 
 def test_stopped():
     """A stopped rank explains who waits for it; a stopped driver explains only idle workers."""
-    assert blamed(fleet_of([ALL_REDUCE, QUEUE, ALL_REDUCE], how={1: {"state": "T"}})) == [("stopped", (1,), "certain")]
+    assert blamed(ranks_of([ALL_REDUCE, QUEUE, ALL_REDUCE], how={1: {"state": "T"}})) == [("stopped", (1,), "certain")]
 
     def stop_driver(snapshot):
         stopped = [replace(one, states=("T", "T")) if one.pid == 811 else one for one in snapshot.processes]
         return replace(snapshot, processes=tuple(stopped))
 
-    assert blamed(stop_driver(fleet_of([ALL_REDUCE, QUEUE, ALL_REDUCE]))) == [("late", (1,), "certain")]
-    assert blamed(stop_driver(fleet_of([IDLE, IDLE]))) == [("stopped", (), "certain")]
-    assert blamed(stop_driver(fleet_of([ALL_REDUCE, IDLE, ALL_REDUCE]))) == []
-    snapshot = fleet_of([ALL_REDUCE, QUEUE, ALL_REDUCE])
+    assert blamed(stop_driver(ranks_of([ALL_REDUCE, QUEUE, ALL_REDUCE]))) == [("late", (1,), "certain")]
+    assert blamed(stop_driver(ranks_of([IDLE, IDLE]))) == [("stopped", (), "certain")]
+    assert blamed(stop_driver(ranks_of([ALL_REDUCE, IDLE, ALL_REDUCE]))) == []
+    snapshot = ranks_of([ALL_REDUCE, QUEUE, ALL_REDUCE])
     engine = [
         replace(one, children=(Child(7, "engine", ("T", "T")),)) if one.pid == 1001 else one
         for one in snapshot.processes
@@ -241,7 +241,7 @@ def test_stopped():
 
 def test_dead():
     """A member that died, and that the others wait for, is the cause; its rank is the only one that is left."""
-    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, ALL_REDUCE, ALL_REDUCE])
+    snapshot = ranks_of([ALL_REDUCE, ALL_REDUCE, ALL_REDUCE, ALL_REDUCE])
     death = Death("killed by signal 9", False, NOW - 50)
     lost = replace(snapshot.actors[2], state="DEAD", death=death, pid=0)
     alive = tuple(one for one in snapshot.processes if one.pid != 1002)
@@ -254,7 +254,7 @@ def test_dead():
     assert blamed(replaced) == [("late", (2,), "certain")]
     # The job ends: it kills its actors one after the other, and the last ones have waited for a moment.
     ended = replace(lost, death=Death("ray.kill", True, NOW - 1))
-    moment = fleet_of([ALL_REDUCE] * 4, how={number: {"age": 1.0} for number in range(4)})
+    moment = ranks_of([ALL_REDUCE] * 4, how={number: {"age": 1.0} for number in range(4)})
     actors = tuple(ended if one.actor_id == lost.actor_id else one for one in snapshot.actors)
     assert (
         blamed(replace(moment, actors=actors, processes=tuple(one for one in moment.processes if one.pid != 1002)))
@@ -327,7 +327,7 @@ def test_pending_and_missing():
     assert (found.kind, found.blames, found.actors[0].class_name) == ("pending", True, "Big")
     assert "8 GPU" in found.text
     assert diagnose(look([waiting], [])) == ()
-    join = fleet_of([JOIN] * 3)
+    join = ranks_of([JOIN] * 3)
     fewer = [
         replace(one, environ=environ(int(one.environ["RANK"]), 4)) if one.environ else one for one in join.processes
     ]
@@ -368,7 +368,7 @@ def test_get_of_many():
 
 def test_opaque_and_unread():
     """A process that cannot be read, or runs coroutines, is never blamed."""
-    snapshot = fleet_of([ALL_REDUCE, QUEUE, ALL_REDUCE])
+    snapshot = ranks_of([ALL_REDUCE, QUEUE, ALL_REDUCE])
     for change in ({"threads": (), "note": "Permission denied"}, {"threads": (), "title": "ray::Worker.serve"}):
         changed = [replace(one, **change) if one.pid == 1001 else one for one in snapshot.processes]
         (found,) = diagnose(replace(snapshot, processes=tuple(changed)))
@@ -411,7 +411,7 @@ def test_objects_that_cannot_be_read():
 
 def test_unread_bystanders():
     """What is to blame is named, whatever else could not be read; an unread process alone is no all-clear."""
-    snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
+    snapshot = ranks_of([ALL_REDUCE, ALL_REDUCE, QUEUE])
     other = actor(7, "Other")
     more = replace(snapshot, actors=(*snapshot.actors, other))
     more = replace(more, processes=(*snapshot.processes, replace(process(1007, QUEUE), **LATE)))
@@ -434,7 +434,7 @@ def test_class_without_ranks():
     """Actors of one class without ranks are numbered; only one of them, that all others wait for, is blamed."""
 
     def of(stacks):
-        snapshot = fleet_of(stacks, driver_waits=False)
+        snapshot = ranks_of(stacks, driver_waits=False)
         return replace(snapshot, processes=tuple(replace(one, environ={}) for one in snapshot.processes))
 
     (found,) = [one for one in diagnose(of([ALL_REDUCE, ALL_REDUCE, QUEUE])) if one.blames]
@@ -447,7 +447,7 @@ def test_spares():
     """Without ranks, an actor that runs another method than those that wait, or none, may be a spare."""
 
     def of(spare, title="ray::Worker.train"):
-        snapshot = fleet_of([ALL_REDUCE, ALL_REDUCE, spare], driver_waits=False)
+        snapshot = ranks_of([ALL_REDUCE, ALL_REDUCE, spare], driver_waits=False)
         changed = (
             replace(one, environ={}, title=title if one.pid == 1002 else one.title) for one in snapshot.processes
         )
@@ -471,7 +471,7 @@ def test_actors_that_start_again():
 def test_no_job():
     """An empty cluster is well; actors whose calls do not move are no all-clear, even if no one waits for them."""
     assert diagnose(look([], [])) == ()
-    (found,) = diagnose(fleet_of([QUEUE, LOOP], driver_waits=False))
+    (found,) = diagnose(ranks_of([QUEUE, LOOP], driver_waits=False))
     assert (found.kind, found.blames, exit_status([found])) == ("undecided", False, 4)
     assert {one.pid for one in found.suspects} == {1000, 1001}
 
@@ -486,7 +486,7 @@ def _snapshot(doing):
         for number, one in enumerate(doing)
         if one in ("moves", "stopped")
     }
-    snapshot = fleet_of([stacks.get(one, QUEUE) for one in doing], how=how)
+    snapshot = ranks_of([stacks.get(one, QUEUE) for one in doing], how=how)
     unread = {1000 + number for number, one in enumerate(doing) if one == "unread"}
     changed = [replace(one, threads=(), note="gone") if one.pid in unread else one for one in snapshot.processes]
     return replace(snapshot, processes=tuple(changed))
@@ -506,20 +506,20 @@ def test_never_blames_who_moves(doing):
 
 
 def test_large_job():
-    """2,000 processes in 4 fleets are judged quickly, with few edges."""
+    """2,000 processes in 4 worker sets are judged quickly, with few edges."""
     actors, processes = [], []
     for number in range(2000):
-        fleet, rank = divmod(number, 500)
-        actors.append(Actor(actor_id(number), f"W{fleet}", JOB, node_id=NODE, pid=1000 + number, owner="driver"))
-        stack = QUEUE if (fleet, rank) == (2, 7) else ALL_REDUCE
-        processes.append(process(1000 + number, stack, env=environ(rank, 500, fleet)))
+        workers, rank = divmod(number, 500)
+        actors.append(Actor(actor_id(number), f"W{workers}", JOB, node_id=NODE, pid=1000 + number, owner="driver"))
+        stack = QUEUE if (workers, rank) == (2, 7) else ALL_REDUCE
+        processes.append(process(1000 + number, stack, env=environ(rank, 500, workers)))
     calls = tuple(Call(task(one.actor_id), "W.train", one.actor_id, "RUNNING", NOW - 500) for one in actors)
     driver = process(811, GET, refs=[ref(one.actor_id) for one in actors], driver=True)
     snapshot = look(actors, [*processes, driver], calls=calls)
     began = time.process_time()
     found = diagnose(snapshot)
     assert time.process_time() - began < 3  # 0.1 s on a machine that does nothing else
-    assert [(one.fleet, one.ranks) for one in found if one.blames] == [("W2", (7,))]
+    assert [(one.worker_set, one.ranks) for one in found if one.blames] == [("W2", (7,))]
 
 
 def test_chain_of_waits():

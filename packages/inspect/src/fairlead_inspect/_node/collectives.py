@@ -19,9 +19,6 @@ PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 MOST_BYTES = 64 * 2**20
 MOST_GROUPS = 64
 RECORDER = "flight recorder"
-# The contents are the job's, and may be anything.
-_UNREADABLE = (OSError, EOFError, ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError,
-               pickle.UnpicklingError)  # fmt: skip
 # How the dumps that this understands are numbered.
 VERSION = "2."
 
@@ -36,10 +33,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def read_dump(pid: int, started: int, environ: Mapping[str, str]) -> tuple[list[tuple[Any, ...]], str]:
     """Return the fields of a `Record` for each communicator in the newest dump of a process, and why it is unreadable.
 
-    Args:
-        pid: the process.
-        started: its start tick. An older dump is of another process.
-        environ: its variables. Without RANK the name of its file is not known.
+    A dump from before the start tick of the process is of another one. Without RANK the name of its file is not known.
     """
     found = []
     for prefix in (environ[name] for name in PREFIXES if environ.get(name) and environ.get("RANK")):
@@ -60,7 +54,8 @@ def read_dump(pid: int, started: int, environ: Mapping[str, str]) -> tuple[list[
         if not str(dump["version"]).startswith(VERSION):
             return [], f"{path}: version {str(dump['version'])[:20]} of the flight recorder is not known"
         return _summarize(dump, age_s, written, environ), ""
-    except _UNREADABLE as error:
+    except Exception as error:  # noqa: BLE001
+        # The contents are the job's, and may be anything.
         return [], f"{path} is no dump of torch's flight recorder: {type(error).__name__}: {str(error)[:100]}"
 
 
@@ -80,19 +75,19 @@ def _summarize(dump: Any, age_s: float, written: float, environ: Mapping[str, st
     groups: dict[tuple[str, str], list[Any]] = {}
     # Of a communicator without entries it is known that it was not used only if the buffer was never full.
     if entries and entries[0]["record_id"] == 0:
-        groups = {(str(name), str(one["desc"])): [0, 0, "", False] for name, one in config.items() if one["ranks"]}
-    stood_s = min((written - one["time_created_ns"] / 1e9 for one in entries), default=0.0)
-    for one in entries:
-        name, description = map(str, one["process_group"])
+        groups = {(str(name), str(item["desc"])): [0, 0, "", False] for name, item in config.items() if item["ranks"]}
+    stood_s = min((written - entry["time_created_ns"] / 1e9 for entry in entries), default=0.0)
+    for entry in entries:
+        name, description = map(str, entry["process_group"])
         group = groups.setdefault((name, description), [0, 0, "", False])
-        number, is_done = int(one["collective_seq_id"]), one["state"] == "completed"
-        if one.get("is_p2p"):
-            group[3] |= not is_done and not one.get("retired")
+        number, is_done = int(entry["collective_seq_id"]), entry["state"] == "completed"
+        if entry.get("is_p2p"):
+            group[3] |= not is_done and not entry.get("retired")
             continue
         if number >= group[0]:
-            group[0], group[2] = number, str(one["profiling_name"]).rpartition(":")[2][:64]
+            group[0], group[2] = number, str(entry["profiling_name"]).rpartition(":")[2][:64]
         # torch records for gloo only here that a collective is over.
-        status = (dump.get("pg_status") or {}).get(str(one["pg_id"])) or {}
+        status = (dump.get("pg_status") or {}).get(str(entry["pg_id"])) or {}
         group[1] = max(group[1], number if is_done else 0, int(status.get("last_completed_collective", 0)))
     rows = []
     for (name, description), (begun, done, operation, waits) in groups.items():

@@ -5,6 +5,8 @@
 points to has the variables that a job sets at run time, such as RANK.
 """
 
+import ctypes
+import os
 import re
 import struct
 from collections.abc import Iterable
@@ -14,7 +16,7 @@ ALLOWED = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT|NRL_WORKER_GROUP|WG_PREFIX"
     r"|\w+_VISIBLE_DEVICES|FAIRLEAD_INSPECT_\w+|TORCH_FR_\w+|TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 )
-_LIBC = re.compile(r"/(?:libc[.-][^/]*so[^/]*|ld-musl[^/]*)\s*$")
+_LIBC = re.compile(r"/libc[.-][^/]*so[^/]*$")
 MOST_VARIABLES = 4096
 MOST_BYTES = 4096
 
@@ -41,61 +43,36 @@ def _allow(entries: Iterable[bytes]) -> dict[str, str]:
 
 
 def _read_current(pid: int) -> list[bytes]:
-    with open(f"/proc/{pid}/mem", "rb", 0) as memory:
-
-        def read(address: int, size: int) -> bytes:
-            memory.seek(address)
-            return memory.read(size)
-
-        (array,) = struct.unpack("<Q", read(_find_environ(pid), 8))
-        entries: list[bytes] = []
-        for at in range(0, MOST_VARIABLES * 8, 512):
-            for (address,) in struct.iter_unpack("<Q", read(array + at, 512)):
+    with open(f"/proc/{pid}/mem", "rb", 0) as file:
+        memory, entries = file.fileno(), list[bytes]()
+        (array,) = struct.unpack("<Q", os.pread(memory, 8, _find_environ(pid)))
+        for offset in range(0, MOST_VARIABLES * 8, 512):
+            for (address,) in struct.iter_unpack("<Q", os.pread(memory, 512, array + offset)):
                 if not address:
                     return entries
-                entries.append(_read_text(read, address))
+                text = b""
+                while len(text) < MOST_BYTES and b"\0" not in text:
+                    at = address + len(text)
+                    # Up to the end of the page: the next one may not be there.
+                    text += os.pread(memory, min(256, 4096 - at % 4096), at)
+                entries.append(text.partition(b"\0")[0])
     return entries
 
 
-def _read_text(read: object, address: int) -> bytes:
-    text = b""
-    while len(text) < MOST_BYTES and b"\0" not in text:
-        # Up to the end of the page: the next one may not be there.
-        text += read(address + len(text), min(256, 4096 - (address + len(text)) % 4096))  # type: ignore[operator]
-    return text.partition(b"\0")[0]
-
-
 def _find_environ(pid: int) -> int:
-    """Return the address of libc's variable `environ` in a process."""
+    """Return the address of libc's variable `environ` in a process, which has the libc of this one."""
+    own, other = _find_libc("self"), _find_libc(pid)
+    if own[1:] != other[1:]:
+        raise ValueError("another libc")
+    return ctypes.addressof(ctypes.c_void_p.in_dll(ctypes.CDLL("libc.so.6"), "environ")) - own[0] + other[0]
+
+
+def _find_libc(pid: int | str) -> tuple[int, int, int]:
+    """Return where a process has libc, and the size and the age of the file, which containers of one image share."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
         for line in file:
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and not int(fields[2], 16) and _LIBC.search(fields[5]):
-                return int(fields[0].partition("-")[0], 16) + _find_symbol(pid, fields[5].strip())
+                status = os.stat(f"/proc/{pid}/root{fields[5].strip()}")
+                return int(fields[0].partition("-")[0], 16), status.st_size, status.st_mtime_ns
     raise ValueError("no libc")
-
-
-_offsets: dict[str, int] = {}
-
-
-def _find_symbol(pid: int, path: str) -> int:
-    """Return the value of the dynamic symbol `environ` of a 64-bit ELF file, as the process sees the file."""
-    if path in _offsets:
-        return _offsets[path]
-    with open(f"/proc/{pid}/root{path}", "rb") as file:
-        image = file.read()
-    if image[:5] != b"\x7fELF\x02":
-        raise ValueError("not a 64-bit ELF file")
-    (table,) = struct.unpack_from("<Q", image, 40)
-    size, count = struct.unpack_from("<HH", image, 58)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", image, table + at * size) for at in range(count)]
-    for _, kind, _, _, start, length, link, *_ in sections:
-        if kind != 11:  # SHT_DYNSYM
-            continue
-        names = sections[link][4]
-        for at in range(start, start + length, 24):
-            name, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", image, at)
-            if section and image[names + name : names + name + 8] == b"environ\0":
-                _offsets[path] = value
-                return int(value)
-    raise ValueError("no symbol environ")

@@ -4,30 +4,39 @@
 import os
 import re
 import threading
-from typing import Any
 
 # At most so many processes are children of one worker for this purpose.
 MOST_CHILDREN = 64
 
 
 def read_stat(path: str) -> tuple[str, int, int, int]:
-    """Return the state, the parent, the CPU ticks and the start tick of a process or thread.
-
-    Raises:
-        OSError: it has ended.
-    """
+    """Return the state, parent, CPU ticks and start tick of a process or thread; raise OSError if it has ended."""
     with open(f"{path}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[1]), int(fields[11]) + int(fields[12]), int(fields[19])
 
 
+def read_state(pid: int) -> tuple[str, int]:
+    """Return the state of a process, empty if it has ended, and its CPU ticks."""
+    try:
+        state, _, ticks, _ = read_stat(f"/proc/{pid}")
+    except OSError:
+        return "", 0
+    return state, ticks
+
+
+def _read(path: str) -> bytes:
+    """Return the contents of a file of the kernel; none if its process has ended."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(65_536)
+    except OSError:
+        return b""
+
+
 def read_title(pid: int) -> str:
     """Return the first argument of a process, which workers of Ray replace by what they run; empty if it has ended."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read(4096).partition(b"\0")[0].decode(errors="replace")
-    except OSError:
-        return ""
+    return _read(f"/proc/{pid}/cmdline").partition(b"\0")[0].decode(errors="replace")
 
 
 def list_processes() -> dict[int, int]:
@@ -44,12 +53,12 @@ def list_processes() -> dict[int, int]:
 
 def find_children(pid: int, parents: dict[int, int]) -> list[int]:
     """Return the processes below one, the nearest first."""
-    found = [pid]
-    for at in found:
-        found += [child for child, parent in parents.items() if parent == at and child not in found]
-        if len(found) > MOST_CHILDREN:
+    below = [pid]
+    for parent in below:
+        below += [child for child, its in parents.items() if its == parent and child not in below]
+        if len(below) > MOST_CHILDREN:
             break
-    return found[1 : MOST_CHILDREN + 1]
+    return below[1 : MOST_CHILDREN + 1]
 
 
 def read_counters(pid: int, tid: int) -> tuple[str, int | None, int | None]:
@@ -57,10 +66,9 @@ def read_counters(pid: int, tid: int) -> tuple[str, int | None, int | None]:
     path = f"/proc/{pid}/task/{tid}"
     try:
         state, _, ticks, _ = read_stat(path)
-        with open(f"{path}/status", "rb") as file:
-            counts = re.findall(rb"ctxt_switches:\s*(\d+)", file.read())
     except OSError:
         return "", None, None
+    counts = re.findall(rb"ctxt_switches:\s*(\d+)", _read(f"{path}/status"))
     return state, ticks, sum(map(int, counts)) if counts else None
 
 
@@ -69,14 +77,9 @@ def read_last_run(pid: int | str, tid: int) -> tuple[float, int] | None:
 
     None if the kernel does not say, as of a thread that it has moved to another processor and not run there yet.
     """
-    try:
-        with open(f"/proc/{pid}/task/{tid}/stat", "rb") as file:
-            processor = int(file.read().rpartition(b")")[2].split()[36])
-        with open(f"/proc/{pid}/task/{tid}/sched", "rb") as file:
-            found = re.search(rb"^se\.exec_start\s*:\s*([\d.]+)", file.read(), re.MULTILINE)
-    except OSError:
-        return None
-    return (ran, processor) if found and (ran := float(found[1]) / 1e3) else None
+    fields = _read(f"/proc/{pid}/task/{tid}/stat").rpartition(b")")[2].split()
+    ran = re.search(rb"^se\.exec_start\s*:\s*([\d.]+)", _read(f"/proc/{pid}/task/{tid}/sched"), re.MULTILINE)
+    return (float(ran[1]) / 1e3, int(fields[36])) if fields and ran and float(ran[1]) else None
 
 
 def read_clock(processor: int) -> float | None:
@@ -98,20 +101,13 @@ def read_clock(processor: int) -> float | None:
 
 def read_memory(pid: int) -> int:
     """Return the resident memory of a process in bytes; 0 if it has ended."""
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0
+    fields = _read(f"/proc/{pid}/statm").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
 
 
 def read_wait(pid: int) -> str:
     """Return the function of the kernel that a process waits in, such as "rpc_wait_bit_killable"."""
-    try:
-        with open(f"/proc/{pid}/wchan", "rb") as file:
-            return file.read(128).decode(errors="replace")
-    except OSError:
-        return ""
+    return _read(f"/proc/{pid}/wchan").decode(errors="replace")
 
 
 def list_threads(pid: int) -> list[int]:
@@ -120,16 +116,3 @@ def list_threads(pid: int) -> list[int]:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return []
-
-
-def map_threads(pid: int) -> dict[int, int]:
-    """Return the threads of a process by their number in its own pid namespace, which py-spy reports."""
-    found = {}
-    for tid in list_threads(pid):
-        try:
-            with open(f"/proc/{pid}/task/{tid}/status", "rb") as file:
-                inside: Any = re.search(rb"^NSpid:.*?(\d+)$", file.read(), re.MULTILINE)
-        except OSError:
-            continue
-        found[int(inside[1]) if inside else tid] = tid
-    return found

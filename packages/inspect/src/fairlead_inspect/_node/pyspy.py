@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from .references import is_get, read_references
+from .references import read_references
 
 MOST_FRAMES = 64
 # Where a thread begins; a stack that does not reach it is torn.
@@ -29,11 +29,7 @@ def find_pyspy() -> str:
 def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[str, Any]], str]:
     """Return the threads of a process, with their frames and the objects that they wait for, and why there are none.
 
-    Args:
-        pid: the process.
-        program: the path of py-spy.
-        offset: of the id in an `ObjectRef`.
-        until: the deadline, by `time.monotonic`.
+    The id in an `ObjectRef` has an `offset`; `until` is the deadline, by `time.monotonic`.
     """
     note, found = LATE if program else MISSING, None
     environ = {**os.environ, "RUST_BACKTRACE": "0", "RUST_LIB_BACKTRACE": "0"}  # whose last line would be the reason
@@ -68,10 +64,9 @@ def _read_threads(pid: int, threads: Any, offset: int) -> list[dict[str, Any]]:
     for thread in threads:
         if not (frames := thread["frames"]):
             continue
-        kept = frames[: MOST_FRAMES - 1] + frames[-1:]
-        stack = [(one["filename"], one["name"], one["line"]) for one in kept]
+        shown = frames if len(frames) <= MOST_FRAMES else [*frames[: MOST_FRAMES - 1], frames[-1]]
+        stack = tuple((frame["filename"], frame["name"], frame["line"]) for frame in shown)
         row = {"tid": thread.get("os_thread_id") or pid, "name": thread.get("thread_name") or "", "stack": stack}
-        waits = any(is_get(one["filename"], one["name"]) for one in frames[:4])
-        row["references"], row["unread"] = read_references(pid, frames, offset) if waits else ([], 0)
+        row["references"], row["unread"] = read_references(pid, frames, offset)
         rows.append(row)
     return rows

@@ -2,8 +2,10 @@
 """The objects that a process waits for in `ray.get` or `ray.wait`, from its memory. Shipped by value."""
 
 import ctypes
+import os
+import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 MOST_REFERENCES = 100_000
@@ -42,7 +44,8 @@ def read_references(pid: int, frames: Sequence[Any], offset: int) -> tuple[list[
         address = next((held[name].get("addr") for name in LISTS if name in held), None)
         if address and offset > 0:
             waits = frame["name"].rpartition(".")[2] == "wait"
-            polls = _is_short(held.get("timeout", {}).get("repr"))
+            timeout = re.fullmatch(r"\d[\d.e+-]*", held.get("timeout", {}).get("repr") or "")
+            polls = timeout is not None and float(timeout[0]) < POLLS_S
             try:
                 ids, unread = _read_list(pid, address, offset)
             except (OSError, ValueError, OverflowError, struct.error):
@@ -51,38 +54,24 @@ def read_references(pid: int, frames: Sequence[Any], offset: int) -> tuple[list[
     return [], 0
 
 
-def _is_short(timeout: str | None) -> bool:
-    try:
-        return float(timeout or "inf") < POLLS_S
-    except ValueError:
-        return False  # "None"
-
-
 def _read_list(pid: int, address: int, offset: int) -> tuple[list[str], int]:
     """Return the ids in a list of `ObjectRef`, and how many items it has besides.
 
     The layout is that of CPython's lists: the size at 16, the address of the items at 24.
     """
-    with open(f"/proc/{pid}/mem", "rb", 0) as memory:
-
-        def read(at: int, count: int) -> bytes:
-            memory.seek(at)
-            return memory.read(count)
-
-        size, items = struct.unpack("<qQ", read(address + 16, 16))
+    with open(f"/proc/{pid}/mem", "rb", 0) as file:
+        memory = file.fileno()
+        size, items = struct.unpack("<qQ", os.pread(memory, 16, address + 16))
         if not 0 < size < 100_000_000:
             return [], 0
         count = min(size, MOST_REFERENCES)
-        pointers = struct.unpack(f"<{count}Q", read(items, 8 * count))
         kinds: dict[bytes, bool] = {}
-        ids = [read(pointer + offset, ID_BYTES).hex() for pointer in pointers if _is_reference(read, pointer, kinds)]
+        ids = []
+        for (item,) in struct.iter_unpack("<Q", os.pread(memory, 8 * count, items)):
+            kind = os.pread(memory, 8, item + TYPE_OFFSET)
+            if kind not in kinds:
+                (name,) = struct.unpack("<Q", os.pread(memory, 8, struct.unpack("<Q", kind)[0] + NAME_OFFSET))
+                kinds[kind] = os.pread(memory, 64, name).partition(b"\0")[0].rpartition(b".")[2] == TYPE
+            if kinds[kind]:
+                ids.append(os.pread(memory, ID_BYTES, item + offset).hex())
         return ids, size - len(ids)
-
-
-def _is_reference(read: Callable[[int, int], bytes], pointer: int, kinds: dict[bytes, bool]) -> bool:
-    """Return whether an object is an `ObjectRef`, by the name of its type; each type is read once."""
-    kind = read(pointer + TYPE_OFFSET, 8)
-    if kind not in kinds:
-        (name,) = struct.unpack("<Q", read(struct.unpack("<Q", kind)[0] + NAME_OFFSET, 8))
-        kinds[kind] = read(name, 64).partition(b"\0")[0].rpartition(b".")[2] == TYPE
-    return kinds[kind]

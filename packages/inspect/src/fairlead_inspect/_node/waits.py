@@ -3,11 +3,16 @@
 
 import os
 import platform
+import re
 import socket
 import struct
 
 # What a thread that sleeps waits for, and one that waits for a person.
 SLEEP, INPUT = "time.sleep", "its standard input"
+# Code in which a process waits for one that it has started.
+WAITS_FOR_CHILD = re.compile(
+    r"/multiprocessing/|/subprocess\.py\b|/torch/utils/data/|/concurrent/futures/process|/joblib/|/loky/|/gymnasium/vector/"
+)
 # The numbers of system calls, by machine: of x86-64 and of 64-bit ARM.
 _CALLS = {
     "x86_64": {35: "sleep", 230: "sleep", 0: "read", 45: "read", 47: "read", 1: "write", 43: "accept", 288: "accept",
@@ -36,8 +41,7 @@ def read_kernel_wait(pid: int, tid: int) -> str:
             if int(arguments[1], 16) != 1:
                 return ""
             with open(f"/proc/{pid}/mem", "rb", 0) as memory:  # its first argument is an array with a descriptor each
-                memory.seek(first)
-                (first,) = struct.unpack("<i", memory.read(4))
+                (first,) = struct.unpack("<i", os.pread(memory.fileno(), 4, first))
         if call in ("read", "write", "connect", "poll"):
             return INPUT if call == "read" and not first else _describe(pid, first)
         if call == "lock":

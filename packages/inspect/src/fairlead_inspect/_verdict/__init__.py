@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a look at a cluster to a verdict. Pure: it needs neither Ray nor a clock."""
+"""From a snapshot of a cluster to a verdict. Pure: it needs neither a cluster nor a clock."""

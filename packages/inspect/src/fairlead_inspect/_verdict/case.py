@@ -3,17 +3,18 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
-from ..model import Child, Confidence, Evidence, Finding, Fleet, Frame, Kind, Named, Snapshot, Suspect, Waiting
-from .libraries import PACKAGES, is_infrastructure, starts_child, waits_for_child
+from .._node.waits import INPUT, SLEEP, WAITS_FOR_CHILD
+from ..model import Child, Confidence, Evidence, Finding, Frame, Kind, Named, Snapshot, Suspect, Waiting, WorkerSet
+from .libraries import PACKAGES, shows
 from .positions import OFTEN_PER_S, Position, find_own
-from .waits import Graph, Wait, driver_key
+from .waits import Graph, Wait
 
-# What the kernel says of a thread that waits on purpose (see `_node.waits`).
-SLEEP, INPUT = "time.sleep", "its standard input"
 RAN, CALLED, WAITED = "last run of its thread", "start of its call", "the first of those that wait"
 _MOST_NAMED = 256
+_ORDER: tuple[Confidence, ...] = ("guess", "likely", "certain")
 _UNREAD = Position("unread")
 
 
@@ -25,36 +26,14 @@ class Case:
     graph: Graph
     after_s: float
 
-    @property
-    def driver(self) -> str:
-        """The key of the driver."""
-        return driver_key(self.graph.job.job_id)
-
-    @property
-    def since(self) -> float:
-        """The moment before which a late process has stood."""
-        return self.snapshot.looked_at - self.after_s
-
-    # Facts about processes.
-
     def at(self, key: str) -> Position:
         """Return where a process stands."""
         return self.graph.positions.get(key, _UNREAD)
 
-    def is_infrastructure(self, key: str) -> bool:
-        """Return whether an actor belongs to a library and runs no code of the job."""
-        return (actor := self.graph.actors.get(key)) is not None and is_infrastructure(actor)
-
     def call_age(self, key: str) -> float | None:
         """Return for how long the oldest call that runs in a process does so; None without one."""
-        began = self.graph.call_began(key)
+        began = self.graph.began.get(key)
         return None if began is None else self.snapshot.looked_at - began
-
-    def count_calls(self, key: str) -> int:
-        """Return how many calls run in a process."""
-        return sum(
-            key in (one.actor_id, f"task:{one.task_id}") for one in self.graph.tasks.values() if one.state == "RUNNING"
-        )
 
     def age(self, key: str) -> tuple[float | None, str]:
         """Return for how long a process has stood where it stands, and what says so; None if that is not known.
@@ -85,11 +64,26 @@ class Case:
         A rank that sleeps there says so itself. One that spins or wakes up has waited at most since its call began.
         """
         at = {key: self.at(key) for key in wait.waiters}
-        if any(one.motion not in ("still", "waking", "spinning") for one in at.values()):
+        if any(place.motion not in ("still", "waking", "spinning") for place in at.values()):
             return None
-        still = [one.since_s for one in at.values() if one.motion == "still" and one.since_s is not None]
+        still = [place.since_s for place in at.values() if place.motion == "still" and place.since_s is not None]
         calls = [age for key in at if (age := self.call_age(key)) is not None]
         return min(still or calls, default=None)
+
+    def frees(self) -> bool:
+        """Return whether others may free what is requested: they work, or run tasks, or calls begun not long ago."""
+        graph, since = self.graph, self.snapshot.looked_at - self.after_s
+        works = (
+            at.motion in ("moving", "spinning") or at.busy_elsewhere
+            for key, at in graph.positions.items()
+            if key not in graph.waiters
+        )
+        runs = (
+            call.state == "RUNNING" and (not call.actor_id or call.began > since)
+            for key, call in graph.tasks.items()
+            if graph.waiters.isdisjoint([f"task:{key}", call.actor_id])
+        )
+        return any(works) or any(runs)
 
     def upstream(self, keys: Iterable[str]) -> set[str]:
         """Return all processes that wait for some, directly or not, without those themselves."""
@@ -99,15 +93,13 @@ class Case:
 
     def moving(self) -> list[str]:
         """Return the processes with code of the job that were seen to make progress."""
-        waits = self.graph.waiters()
+        waits = self.graph.waiters
         return [
             key
             for key, at in self.graph.positions.items()
             if (at.motion == "moving" or (at.busy_elsewhere and at.kind not in ("idle", "opaque") and key not in waits))
-            and not self.is_infrastructure(key)
+            and key not in self.graph.infrastructure
         ]
-
-    # Words.
 
     def name(self, key: str) -> str:
         """Return how people call a process."""
@@ -115,12 +107,10 @@ class Case:
             return "driver"
         if (task := self.graph.tasks.get(key.removeprefix("task:"))) is not None:
             return f"task {task.name}"
-        there, actor = self.graph.fleet_of(key), self.graph.actors.get(key)
-        kind = actor.class_name if actor else key[:8]
-        if there is None:
-            return kind + (f" {actor.name}" if actor and actor.name else "")
-        number = f"rank {there[1].rank}" if there[1].rank is not None else f"#{there[1].ordinal}"
-        return f"{there[0].name} {number}"
+        if (pair := self.graph.members.get(key)) is not None:
+            return f"{pair[0].name} {pair[1].label}"
+        actor = self.graph.actors.get(key)
+        return f"{actor.class_name} {actor.name}".strip() if actor else key[:8]
 
     def describe_place(self, key: str) -> str:
         """Return what a process waits for in the kernel, as a clause, with a child that may hold it up."""
@@ -137,124 +127,108 @@ class Case:
     def holding_child(self, key: str) -> tuple[Child, Frame] | None:
         """Return the child that a process waits for and that stands in code of the job, and the frame where it does."""
         at, process = self.at(key), self.graph.processes.get(key)
-        if process is None or at.thread is None or not any(map(waits_for_child, at.thread.stack[:8])):
+        if process is None or at.thread is None or not shows(WAITS_FOR_CHILD, *at.thread.stack[:8]):
             return None
         for child in process.children:
             # Below its start, a child that was forked has the frames of its parent.
-            ends = (number for number, frame in enumerate(child.stack) if starts_child(frame))
-            frame = find_own(child.stack[: next(ends, len(child.stack))])
-            if frame is not None and not child.ticks and not PACKAGES.search(frame.file):
+            own = takewhile(lambda frame: not frame.file.endswith("/multiprocessing/process.py"), child.stack)
+            frame = find_own(own)
+            if frame is not None and not child.ticks and not shows(PACKAGES, frame):
                 return child, frame
         return None
 
-    # Findings.
-
     def suspect(self, key: str, text: str) -> Suspect:
         """Return a process that may be what a job waits for."""
-        process, actor, at = self.graph.processes.get(key), self.graph.actors.get(key), self.at(key)
         since_s = self.age(key)[0]
-        return Suspect(
-            self.name(key),
-            process.pid if process else actor.pid if actor else 0,
-            self.address(key),
-            _show_place(at),
-            self.call_age(key) if since_s is None else since_s,
-            text + self.describe_place(key),
-        )
+        since_s = self.call_age(key) if since_s is None else since_s
+        place, text = _show_place(self.at(key)), text + self.describe_place(key)
+        return Suspect(self.name(key), self.pid(key), self.address(key), place, since_s, text)
+
+    def pid(self, key: str) -> int:
+        """Return the process id of a process; 0 if it has none."""
+        known = self.graph.processes.get(key) or self.graph.actors.get(key) or self.graph.tasks.get(key[5:])
+        return known.pid if known is not None else 0
 
     def address(self, key: str) -> str:
         """Return the address of the node of a process."""
         process = self.graph.processes.get(key)
-        return next((one.address for one in self.snapshot.nodes if process and one.node_id == process.node_id), "")
+        return next((node.address for node in self.snapshot.nodes if process and node.node_id == process.node_id), "")
 
     def blame(
         self, kind: Kind, keys: Sequence[str], text: str, wait: Wait | None, since: tuple[float | None, str],
-        fact: Evidence, *, sure: bool = False,
+        fact: Evidence, *, sure: bool = False, **more: Any,
     ) -> Finding:  # fmt: skip
-        """Return a finding that blames some processes."""
-        evidence = [fact]
-        if wait is not None and wait.fleet is not None:
-            source = next((one.source for one in wait.fleet.members if one.key in keys[:1]), "")
-            how = f"by {wait.fleet.rule}" + (f", rank from {source}" if source else "")
-            evidence.insert(0, Evidence("worker set", f"{how} ({wait.fleet.confidence})"))
+        """Return a finding that blames some processes; `more` are further fields of it, as for `say`."""
+        evidence, (since_s, source) = [fact], since
+        if wait is not None and wait.workers is not None:
+            ranks = next((member.source for member in wait.workers.members if member.key in keys[:1]), "")
+            how = f"by {wait.workers.rule}" + (f", rank from {ranks}" if ranks else "")
+            evidence.insert(0, Evidence("worker set", f"{how} ({wait.workers.confidence})"))
         if (step := self.snapshot.labels.get(keys[0], {}).get("step")) is not None:
             evidence.append(Evidence("group", f"its last step is {step}"))
-        if since[0] is not None and kind == "late":
-            evidence.append(Evidence(since[1], f"{since[0]:.1f} s ago", since[0]))
-        return self.say(
-            kind, keys, text, wait, confidence="certain" if sure else "likely", blames=True, since_s=since[0],
-            since_source=since[1], evidence=tuple(evidence),
-        )  # fmt: skip
-
-    def counts(self, key: str) -> Evidence:
-        """Return what two snapshots say of the thread of a process."""
-        process, at = self.graph.processes.get(key), self.graph.positions.get(key)
-        if process is None or at is None or at.thread is None:
-            return Evidence("two snapshots", "no thread that runs a task")
-        counts = f"{at.thread.switches} context switches and {at.thread.ticks} ticks in {process.window_s:.1f} s"
-        return Evidence("two snapshots", f"equal stack, {counts}")
+        if since_s is not None and kind == "late":
+            evidence.append(Evidence(source, f"{since_s:.1f} s ago", since_s))
+        more = {"blames": True, "since_s": since_s, "since_source": source, "evidence": tuple(evidence), **more}
+        return self.say(kind, keys, text, wait, confidence="certain" if sure else "likely", **more)
 
     def say(
-        self, kind: Kind, keys: Sequence[str], text: str, wait: Wait | None, *, fleet: Fleet | None = None, **more: Any
+        self,
+        kind: Kind,
+        keys: Sequence[str],
+        text: str,
+        wait: Wait | None,
+        *,
+        workers: WorkerSet | None = None,
+        **more: Any,
     ) -> Finding:
         """Return a finding about some processes; `more` are further fields of it."""
         graph, first = self.graph, keys[0] if keys else ""
-        members = [there for key in keys if (there := graph.fleet_of(key))]
-        process, actor, task = graph.processes.get(first), graph.actors.get(first), graph.tasks.get(first[5:])
-        ranks = tuple(sorted(one.rank for _, one in members if one.rank is not None))[:_MOST_NAMED]
-        named = (graph.actors[key] for key in keys[:_MOST_NAMED] if key in graph.actors)
-        waits = wait is not None and first not in wait.waiters
-        return Finding(
-            kind,
-            graph.job.job_id,
-            text=text,
-            fleet=fleet.name if fleet is not None else members[0][0].name if members else "",
-            ranks=ranks,
-            rank_confidence=_lowest(there.confidence for there, one in members if one.rank is not None),
-            ordinals=() if ranks else tuple(sorted(one.ordinal for _, one in members))[:_MOST_NAMED],
-            actors=tuple(Named(one.actor_id, one.class_name, one.name) for one in named),
-            task=task.name if task is not None and first.startswith("task:") else "",
-            pid=process.pid if process else actor.pid if actor else task.pid if task else 0,
-            node=self.address(first),
-            where=_show_place(self.at(first)),
-            waiting=self.describe_waiting(keys, wait) if waits and wait is not None else Waiting(),
-            chain=self._chain(first, wait) if wait is not None and first else (),
-            **more,
-        )
-
-    def describe_waiting(self, keys: Sequence[str], wait: Wait) -> Waiting:
-        """Describe all that wait for some processes; the driver counts only if nobody else waits."""
-        everybody = self.upstream(keys) | {*wait.waiters} if keys else {*wait.waiters}
-        waiters = sorted(everybody - {self.driver}) or sorted(everybody)
-        members = [there[1] for key in waiters if (there := self.graph.fleet_of(key))]
-        shown = next((key for key in wait.waiters if key in waiters), waiters[0])
-        return Waiting(
-            len(waiters),
-            tuple(sorted(one.rank for one in members if one.rank is not None))[:_MOST_NAMED],
-            tuple(sorted(one.ordinal for one in members if one.rank is None))[:_MOST_NAMED],
-            self.at(shown).where[:8],
+        members = [pair for key in keys if (pair := graph.members.get(key))]
+        task = graph.tasks.get(first.removeprefix("task:"))
+        ranks = sorted(member.rank for _, member in members if member.rank is not None)[:_MOST_NAMED]
+        sure = [workers.confidence for workers, member in members if member.rank is not None]
+        actors = [graph.actors[key] for key in keys[:_MOST_NAMED] if key in graph.actors]
+        fields: dict[str, Any] = {
+            "text": text,
+            "worker_set": workers.name if workers is not None else members[0][0].name if members else "",
+            "ranks": tuple(ranks),
+            "rank_confidence": min(sure, key=_ORDER.index, default=None),
+            "ordinals": () if ranks else tuple(sorted(member.ordinal for _, member in members))[:_MOST_NAMED],
+            "actors": tuple(Named(actor.actor_id, actor.class_name, actor.name) for actor in actors),
+            "task": task.name if task is not None else "",
+            "pid": self.pid(first),
+            "node": self.address(first),
+            "where": _show_place(self.at(first)),
+        }
+        if wait is not None and first not in wait.waiters:
+            everybody = self.upstream(keys) | {*wait.waiters}
+            waiters = sorted(everybody - {self.graph.driver}) or sorted(
+                everybody
+            )  # the driver counts only if nobody else waits
+            members = [pair for key in waiters if (pair := graph.members.get(key))]
+            ranks = sorted(member.rank for _, member in members if member.rank is not None)
+            ordinals = sorted(member.ordinal for _, member in members if member.rank is None)
+            shown = next((key for key in wait.waiters if key in waiters), waiters[0])
             # A thread in `ray.get` wakes up once a second.
-            self.waited(wait) if wait.kind == "collective" else None,
-        )
+            since_s = self.waited(wait) if wait.kind == "collective" else None
+            named = tuple(ranks[:_MOST_NAMED]), tuple(ordinals[:_MOST_NAMED])
+            fields["waiting"] = Waiting(len(waiters), *named, self.at(shown).where[:8], since_s)
+        if wait is not None and first:
+            fields["chain"] = self._chain(first, wait)
+        return Finding(kind, graph.job.job_id, **{**fields, **more})
 
     def _chain(self, key: str, wait: Wait) -> tuple[str, ...]:
         """Return the waits that lead to a process, from the driver if they do; its calls show the way to those."""
-        path = self.graph.find_path(self.driver, key, calls=False)
+        path = self.graph.find_path(self.graph.driver, key, calls=False)
         if len(path) == 1:
             waits = self.graph.find_path(wait.waiters[0], key, calls=False)
             path = waits if len(waits) > 1 else self.graph.find_path(wait.waiters[0], key)
-            path = [*self.graph.find_path(self.driver, path[0])[:-1], *path]
-        return tuple(self.name(one) for one in path) if len(path) > 1 else ()
+            path = [*self.graph.find_path(self.graph.driver, path[0])[:-1], *path]
+        return tuple(map(self.name, path)) if len(path) > 1 else ()
 
 
-def _lowest(confidences: Iterable[Confidence]) -> Confidence | None:
-    order: tuple[Confidence, ...] = ("guess", "likely", "certain")
-    return min(confidences, key=order.index, default=None)
-
-
-def _show_place(at: Position) -> tuple[Any, ...]:
+def _show_place(at: Position) -> tuple[Frame, ...]:
     """Return the frames of a position, with the innermost one of any code."""
     inner = at.inner
-    if inner is not None and not {inner, replace(inner, line=0)} & {*at.where}:
-        return (inner, *at.where)[:64]
-    return at.where[:64]
+    shown = inner is None or inner in at.where or replace(inner, line=0) in at.where
+    return at.where[:64] if shown or inner is None else (inner, *at.where)[:64]

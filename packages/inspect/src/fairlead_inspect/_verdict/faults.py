@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..model import Actor, Confidence, Evidence, Finding, Fleet, Reservation
+from ..model import Actor, Call, Confidence, Evidence, Finding, Kind, Reservation
 from .case import RAN, Case
 from .waits import LACKS_ARGUMENTS, Wait, is_promise
 
@@ -38,14 +38,21 @@ def find_dead(case: Case) -> list[Finding]:
         if wait.kind != "collective" and (len(wait.targets) > 1 or (age or 0.0) < NOTICED_S):
             continue
         # Those that are left may go on without it, in a collective of their own, unless they wait for it to join.
-        joins = all(case.at(one).rendezvous for one in wait.waiters) or not actor.death.intended
-        known = wait.fleet is None or (wait.fleet.world_size is not None and joins)
-        sure = not actor.death.intended and wait.fleet is not None and wait.fleet.confidence == "certain"
-        fact, text = Evidence("actor table", f"DEAD: {actor.death.cause}", age), f"is dead: {actor.death.cause}"
-        one = case.blame("dead", [key], text, wait, (age, "Ray's table of actors"), fact, sure=sure)
-        blames = known or (one.waiting.since_s or 0.0) >= case.after_s
-        found.append(replace(one, blames=blames, moves=not blames))
+        joins = all(case.at(waiter).rendezvous for waiter in wait.waiters) or not actor.death.intended
+        known = wait.workers is None or (wait.workers.world_size is not None and joins)
+        sure = not actor.death.intended and wait.workers is not None and wait.workers.confidence == "certain"
+        blames = known or (case.waited(wait) or 0.0) >= case.after_s
+        found.append(_blame_dead(case, actor, wait, age, sure=sure, blames=blames))
     return unique(found) or _find_dead_peers(case)
+
+
+def _blame_dead(
+    case: Case, actor: Actor, wait: Wait, age: float | None, *, more: str = "", sure: bool = False, blames: bool = True
+) -> Finding:
+    said = actor.death.cause if actor.death is not None else ""
+    fact, text = Evidence("actor table", f"DEAD: {said}", age), f"is dead: {said}{more}"
+    fields = {"sure": sure, "blames": blames, "moves": not blames}
+    return case.blame("dead", [actor.actor_id], text, wait, (age, "Ray's table of actors"), fact, **fields)
 
 
 def _find_dead_peers(case: Case) -> list[Finding]:
@@ -54,34 +61,28 @@ def _find_dead_peers(case: Case) -> list[Finding]:
     All peers that are left must have stood since then in a call.
     """
     found = list[Finding]()
-    for key, actor in case.graph.actors.items():
+    for actor in case.graph.actors.values():
         if actor.death is None or actor.death.intended or _is_replaced(case, actor, actor.death.at):
             continue
         age = case.snapshot.looked_at - actor.death.at
-        peers = [
-            one.actor_id
-            for one in case.graph.actors.values()
-            if one.state == "ALIVE" and (one.class_name, one.owner) == (actor.class_name, actor.owner)
-            and one.created < actor.death.at
-        ]  # fmt: skip
-        waits = [
-            one for one in peers if (case.call_age(one) or 0.0) >= min(age, case.after_s) and not case.at(one).moves
-        ]
-        if age < case.after_s or not peers or len(waits) < len(peers):
-            continue
-        fact = Evidence("actor table", f"DEAD: {actor.death.cause}", age)
-        text = f"is dead: {actor.death.cause}; the other actors of its class have not moved since then"
-        wait = Wait("get", tuple(peers), (key,))
-        found.append(case.blame("dead", [key], text, wait, (age, "Ray's table of actors"), fact))
+        peers = [peer.actor_id for peer in _find_alike(case, actor) if peer.created < actor.death.at]
+        stand = [(case.call_age(peer) or 0.0) >= min(age, case.after_s) and not case.at(peer).moves for peer in peers]
+        if age >= case.after_s and peers and all(stand):
+            wait = Wait("get", tuple(peers), (actor.actor_id,))
+            more = "; the other actors of its class have not moved since then"
+            found.append(_blame_dead(case, actor, wait, age, more=more))
     return found
 
 
-def _is_replaced(case: Case, lost: Actor, at: float) -> bool:
+def _find_alike(case: Case, actor: Actor) -> list[Actor]:
+    """Return the actors that live, of the class and the owner of one."""
+    living = (other for other in case.graph.actors.values() if other.state == "ALIVE")
+    return [other for other in living if (other.class_name, other.owner) == (actor.class_name, actor.owner)]
+
+
+def _is_replaced(case: Case, lost: Actor, moment: float) -> bool:
     """Return whether an actor of its class has been created by its owner after a death."""
-    return any(
-        one.state == "ALIVE" and one.created > at and (one.class_name, one.owner) == (lost.class_name, lost.owner)
-        for one in case.graph.actors.values()
-    )
+    return any(actor.created > moment for actor in _find_alike(case, lost))
 
 
 def find_stopped(case: Case) -> list[Finding]:
@@ -89,25 +90,26 @@ def find_stopped(case: Case) -> list[Finding]:
     found, graph = list[Finding](), case.graph
     for key, process in graph.processes.items():
         at = graph.positions[key]
-        children = [one for one in process.children if {*one.states} <= {*"Tt"} and not one.ticks]
-        wait = None
-        if at.motion == "stopped" or children:
-            wait = next((one for one in graph.waits if key in graph.reach(one.waiters)), None)
+        children = [child for child in process.children if {*child.states} <= {*"Tt"} and not child.ticks]
+        if at.motion != "stopped" and not children:
+            continue
+        wait = next((wait for wait in graph.waits if key in graph.reach(wait.waiters)), None)
         if at.motion == "stopped":
             # A driver that is stopped explains idle workers, and not workers that hang.
-            others = [one.kind for of, one in graph.positions.items() if of != key]
-            blames = key != case.driver or all(one in ("idle", "unread") for one in others)
+            others = [place.kind for other, place in graph.positions.items() if other != key]
+            blames = key != case.graph.driver or all(kind in ("idle", "unread") for kind in others)
             fact = Evidence("/proc/PID/stat", f"state {process.states[1]} in both snapshots")
+            more = {"blames": blames, "remedy": f"kill -CONT {process.pid}"}
             text = "is stopped by a signal (SIGSTOP), or by a debugger"
-            one = case.blame("stopped" if blames else "driver", [key], text, wait, (at.since_s, RAN), fact, sure=True)
-            found.append(replace(one, blames=blames, remedy=f"kill -CONT {process.pid}"))
+            kind: Kind = "stopped" if blames else "driver"
+            found.append(case.blame(kind, [key], text, wait, (at.since_s, RAN), fact, sure=True, **more))
         for child in children:
             text = f"has a child process that is stopped: {child.title[:60]} (pid {child.pid})"
             fact = Evidence("/proc/PID/stat", f"state {child.states[1]} of pid {child.pid}")
-            one = case.blame("stopped", [key], text, wait, (None, ""), fact, sure=True)
             # Whoever waits for another process, or works, may have stopped it on purpose.
-            ends = wait is not None and key not in graph.waiters() and at.motion != "moving"
-            found.append(replace(one, blames=ends, remedy=f"kill -CONT {child.pid}"))
+            ends = wait is not None and key not in graph.waiters and at.motion != "moving"
+            more = {"blames": ends, "remedy": f"kill -CONT {child.pid}"}
+            found.append(case.blame("stopped", [key], text, wait, (None, ""), fact, sure=True, **more))
     return found
 
 
@@ -117,49 +119,55 @@ def find_nodes(case: Case) -> list[Finding]:
     for node in case.snapshot.nodes:
         if node.answer not in ("lost", "silent"):
             continue
-        there = [case.driver] if graph.job.node_id == node.node_id else []
-        there += [key for key, one in graph.actors.items() if one.node_id == node.node_id and one.state != "DEAD"]
-        wait = next((one for one in graph.waits if graph.reach(one.waiters) & {*there}), None)
-        if there and node.answer == "lost" and wait is not None:
+        held = [case.graph.driver] if graph.job.node_id == node.node_id else []
+        held += [key for key, actor in graph.actors.items() if actor.node_id == node.node_id and actor.state != "DEAD"]
+        wait = next((wait for wait in graph.waits if graph.reach(wait.waiters) & {*held}), None)
+        if held and node.answer == "lost" and wait is not None:
             fact, text = Evidence("node table", node.note), "is on a node that Ray calls dead"
-            found.append(case.blame("node-lost", there, text, wait, (None, ""), fact, sure=True))
-        elif there and node.answer == "silent":
+            found.append(case.blame("node-lost", held, text, wait, (None, ""), fact, sure=True))
+        elif held and node.answer == "silent":
             text, fact = f"is on node {node.address}, which did not answer: {node.note}", Evidence("probe", node.note)
-            found.append(case.say("node-silent", there, text, wait, evidence=(fact,)))
+            found.append(case.say("node-silent", held, text, wait, evidence=(fact,)))
     return found
 
 
 def find_pending(case: Case) -> list[Finding]:
     """Name the actors and tasks that have not started and that others wait for, and the ranks that do not join."""
-    found = list[Finding]()
+    found, launches = list[Finding](), case.snapshot.launches
     for wait in case.graph.waits:
         for key in wait.targets:
             actor, task = case.graph.actors.get(key), case.graph.tasks.get(key.removeprefix("task:"))
             if actor is not None and actor.state in _PENDING:
-                state, source, began = actor.state, "actor table", actor.created
-                requests, environment = actor.resources, actor.environment
-            elif actor is None and task is not None and task.state.startswith("PENDING"):
-                if task.state == LACKS_ARGUMENTS and key in case.graph.waiters():
+                fact, began = Evidence("actor table", actor.state), actor.created
+                asks: Actor | Call = actor
+            elif task is not None and task.state.startswith("PENDING") and actor is None:
+                if task.state == LACKS_ARGUMENTS and key in case.graph.waiters:
                     continue
-                state, source, began = task.state, "task events", task.began
-                requests, environment = task.resources, task.environment
+                fact, began, asks = Evidence("task events", task.state), task.began, task
             else:
                 continue
             age = case.snapshot.looked_at - began if began else None
-            lacks = _find_lacking(case, requests)
-            text = f"has not started{_describe_request(case, requests)}{lacks}"
-            if environment and not lacks:
-                text += f"; Ray may still be installing its runtime environment ({', '.join(environment)})"
-            sure = wait.certain and bool(lacks) and not case.snapshot.launches
-            fact = Evidence(source, state, age)
-            one = case.blame("pending", [key], text, wait, (age, "Ray's tables"), fact, sure=sure)
-            waits_on = case.snapshot.launches or (not lacks and case.graph.frees(case.since))
+            lacks = _find_lacking(case, asks.resources)
+            text = f"has not started{_describe_request(case, asks.resources)}{lacks}"
+            if asks.environment and not lacks:
+                text += f"; Ray may still be installing its runtime environment ({', '.join(asks.environment)})"
+            waits_on = launches or (not lacks and case.frees())
             moves = (age is not None and age < case.after_s) or bool(waits_on)
-            blames = not moves and (wait.certain or bool(lacks)) and state in _REQUESTING
-            blames &= bool(lacks) or not environment
-            found.append(replace(one, blames=blames, moves=moves, remedy=_STATUS, since_s=age))
-        if wait.fleet is not None and wait.fleet.missing and not wait.fleet.disputed and not case.snapshot.partial:
-            found.append(_find_missing(case, wait, wait.fleet))
+            blames = not moves and (bool(lacks) or (wait.certain and not asks.environment)) and fact.text in _REQUESTING
+            more = {"blames": blames, "moves": moves, "remedy": _STATUS}
+            sure, since = wait.certain and bool(lacks) and not launches, (age, "Ray's tables")
+            found.append(case.blame("pending", [key], text, wait, since, replace(fact, age_s=age), sure=sure, **more))
+        workers = wait.workers
+        if workers is not None and workers.missing and not (workers.disputed or case.snapshot.partial):
+            long = (case.waited(wait) or 0.0) >= case.after_s
+            # The driver, or a task, may have one of these ranks.
+            known = {process.environ.get("RANK") for process in case.graph.processes.values()}
+            joining = all(case.at(key).rendezvous for key in wait.waiters) and known.isdisjoint(
+                map(str, workers.missing)
+            )
+            more = {"ranks": workers.missing[:256], "rank_confidence": workers.confidence, "moves": not long}
+            text = "has not joined: no actor has that rank"
+            found.append(case.say("missing", [], text, wait, workers=workers, blames=long and joining, **more))
     return unique(found)
 
 
@@ -172,14 +180,14 @@ def _base(resources: Mapping[str, float]) -> dict[str, float]:
 def _find_lacking(case: Case, resources: Mapping[str, float]) -> str:
     """Return what no node has of a request, as a clause; empty if a node may hold it, or nodes are not known."""
     wants = _base(resources)
-    nodes = [one.resources for one in case.snapshot.nodes if one.alive]
+    nodes = [node.resources for node in case.snapshot.nodes if node.alive]
     if not wants or not any(nodes) or any("_group_" in name for name in resources):
         return ""
     for name, amount in wants.items():
-        most = max(one.get(name, 0.0) for one in nodes)
+        most = max(held.get(name, 0.0) for held in nodes)
         if most < amount:
             return f"; no node has more than {most:g} {name}" if most else f"; no node has any {name}"
-    fits = any(all(one.get(name, 0.0) >= amount for name, amount in wants.items()) for one in nodes)
+    fits = any(all(held.get(name, 0.0) >= amount for name, amount in wants.items()) for held in nodes)
     return "" if fits else "; no single node has all of that"
 
 
@@ -189,90 +197,72 @@ def _describe_request(case: Case, resources: Mapping[str, float]) -> str:
     if not wants:
         return ""
     ids = {name.partition("_group_")[2].rpartition("_")[2] for name in resources if "_group_" in name}
-    groups = [one for one in case.snapshot.reservations if one.group_id in ids]
+    groups = [group for group in case.snapshot.reservations if group.group_id in ids]
     text = ": it requests " + ", ".join(f"{amount:g} {base}" for base, amount in wants.items())
     if groups:
         return f"{text} of {groups[0].label}, which {_describe_reason(groups[0])}"
     return text + (f" of placement group {min(ids)[:8]}" if ids else "")
 
 
-def _find_missing(case: Case, wait: Wait, fleet: Fleet) -> Finding:
-    long = (case.waited(wait) or 0.0) >= case.after_s
-    joining = all(case.at(key).rendezvous for key in wait.waiters)
-    # The driver, or a task, may have one of these ranks.
-    joining &= {one.environ.get("RANK") for one in case.graph.processes.values()}.isdisjoint(map(str, fleet.missing))
-    text = "has not joined: no actor has that rank"
-    one = case.say("missing", [], text, wait, fleet=fleet, blames=long and joining, moves=not long)
-    return replace(one, ranks=fleet.missing[:256], rank_confidence=fleet.confidence)
-
-
 def find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
     """Name the placement groups that are not placed and that processes wait for; return also who waits."""
-    groups = [one for one in case.snapshot.reservations if one.job_id == case.graph.job.job_id]
-    waiting = {key: _waits_for_placement(case, key) for key in case.graph.processes if groups}
-    sure = {key: is_sure for key, is_sure in waiting.items() if is_sure is not None}
+    groups = [group for group in case.snapshot.reservations if group.job_id == case.graph.job.job_id]
+    sure: dict[str, bool] = {}
+    for key, process in case.graph.processes.items():
+        at, ids = case.at(key), [reference.object_id for thread in process.threads for reference in thread.references]
+        if at.thread is not None and any(frame.file.endswith(_PLACEMENT) for frame in at.thread.stack[:3]):
+            sure[key] = True
+        elif at.kind == "ray-get" and ids and all(map(is_promise, ids)):
+            sure[key] = False
     found, held_up = list[Finding](), set[str]()
     for group in groups:
         # Whoever has made others waits for one of these.
-        makers = {one.creator or case.driver for one in groups}
-        own = [key for key in sure if key == (group.creator or case.driver) or key not in makers]
+        makers = {other.creator or case.graph.driver for other in groups}
+        own = [key for key in sure if key == (group.creator or case.graph.driver) or key not in makers]
         if not own:
             continue
         age = case.snapshot.looked_at - group.requested if group.requested else None
         settled = (age is None or age >= case.after_s) and not case.snapshot.launches
-        settled &= group.reason == "INFEASIBLE" or not case.graph.frees(case.since)
+        settled &= group.reason == "INFEASIBLE" or not case.frees()
         confidence: Confidence = "certain" if all(sure[key] for key in own) and len(groups) == 1 else "likely"
-        one = case.say(
+        finding = case.say(
             "pending", [], _describe_reason(group), Wait("get", tuple(own), ()), confidence=confidence,
             evidence=(Evidence("placement groups", f"{group.reason}: {group.bundles}", age),), since_s=age,
             since_source="Ray's tables", subject=group.label, blames=settled, moves=not settled, remedy=_NODES,
         )  # fmt: skip
-        found.append(one)
+        found.append(finding)
         held_up |= {*own}
     return found, held_up
-
-
-def _waits_for_placement(case: Case, key: str) -> bool | None:
-    """Return whether a process waits for a placement group for sure, or None if it does not wait for any."""
-    at, references = case.at(key), case.graph.processes[key].references
-    if at.thread is not None and any(frame.file.endswith(_PLACEMENT) for frame in at.thread.stack[:3]):
-        return True
-    promised = at.kind == "ray-get" and references and all(is_promise(one.object_id) for one in references)
-    return False if promised else None
 
 
 def find_deadlocks(case: Case) -> list[Finding]:
     """Name a cycle of processes that wait for each other."""
     graph = case.graph
     sure = graph.find_cycle(certain=True)
-    if not (cycle := sure or graph.find_cycle(certain=False)):
-        return _find_awaited_cycle(case)
-    waits = [one for one in graph.waits if {*one.waiters} & {*cycle} and {*one.targets} & {*cycle}]
-    at = [graph.positions[key] for key in cycle if key in graph.positions]
-    still = bool(sure) and all(one.motion in ("still", "waking") for one in at)
-    if met := [one for one in waits if one.kind == "collective"]:
+    cycle = sure or graph.find_cycle(certain=False)
+    awaited = () if cycle else graph.find_cycle(certain=False, calls=True)
+    if not (keys := cycle or awaited):
+        return []
+    names = " -> ".join(case.name(key) for key in (*keys, keys[0]))
+    waits = [wait for wait in graph.waits if {*wait.waiters} & {*keys} and {*wait.targets} & {*keys}]
+    if awaited:
+        # Coroutines: their calls have run for long, and nothing of the job moves.
+        long = all((case.call_age(key) or 0.0) >= case.after_s and case.at(key).kind == "opaque" for key in awaited)
+        text, fact = "run calls that have called each other, and none of them moves", Evidence("task events", names)
+        finding = case.blame("deadlock", awaited, f"{text}: {names}", waits[0], (None, ""), fact)
+        return [finding] if len(awaited) > 1 and long and not case.moving() else []
+    still = bool(sure) and all(case.at(key).motion in ("still", "waking") for key in cycle if key in graph.positions)
+    if met := [wait for wait in waits if wait.kind == "collective"]:
         # Some of the set may be in a collective of their own, which those outside of the cycle may end.
         still &= not any(case.at(key).moves for key in graph.sinks(cycle))
-        still &= all((case.waited(one) or 0.0) >= case.after_s for one in met)
-    names = " -> ".join(case.name(key) for key in (*cycle, cycle[0]))
+        still &= all((case.waited(wait) or 0.0) >= case.after_s for wait in met)
     text = f"wait for each other: {names}"
     if len(cycle) == 1:
         text = "waits for a call of itself, which cannot begin before this one is over"
-    fact = Evidence("references in memory", names)
-    one = case.blame("deadlock", cycle, text, waits[0], (None, ""), fact, sure=still)
-    return [one if still else replace(one, blames=False, confidence="guess", moves=bool(met))]
-
-
-def _find_awaited_cycle(case: Case) -> list[Finding]:
-    """Name coroutines that have called each other, if their calls have run for long and nothing of the job moves."""
-    cycle = case.graph.find_cycle(certain=False, calls=True)
-    long = all((case.call_age(key) or 0.0) >= case.after_s and case.at(key).kind == "opaque" for key in cycle)
-    if len(cycle) < 2 or not long or case.moving():
-        return []
-    names = " -> ".join(case.name(key) for key in (*cycle, cycle[0]))
-    text = f"run calls that have called each other, and none of them moves: {names}"
-    wait = next(one for one in case.graph.waits if {*one.waiters} & {*cycle})
-    return [case.blame("deadlock", cycle, text, wait, (None, ""), Evidence("task events", names))]
+    finding = case.blame(
+        "deadlock", cycle, text, waits[0], (None, ""), Evidence("references in memory", names), sure=still
+    )
+    return [finding if still else replace(finding, blames=False, confidence="guess", moves=bool(met))]
 
 
 def _describe_reason(group: Reservation) -> str:
@@ -280,10 +270,13 @@ def _describe_reason(group: Reservation) -> str:
 
 
 def unique(found: Sequence[Finding]) -> list[Finding]:
-    """Return findings with one for each set of actors: the one with most that wait."""
+    """Return findings with one for each set of actors: one that blames, or else the one with most that wait."""
     best: dict[object, Finding] = {}
-    for one in found:
-        key = one.actors or (one.text, one.fleet)
-        if key not in best or one.waiting.count > best[key].waiting.count:
-            best[key] = one
+    for finding in found:
+        key: object = tuple(sorted(actor.id for actor in finding.actors))
+        key = key or ((finding.kind, finding.pid) if finding.pid else (finding.text, finding.worker_set))
+        before = best.get(key)
+        # A collective says more than the `ray.get` that leads to it.
+        if before is None or (finding.blames, finding.waiting.count) > (before.blames, before.waiting.count):
+            best[key] = finding
     return [*best.values()]

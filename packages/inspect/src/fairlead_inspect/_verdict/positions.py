@@ -4,24 +4,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from typing import Literal
 
+from .._node.pyspy import BASES
+from .._node.references import is_get
 from ..model import Frame, Process, Stack, Thread
-from .libraries import (
-    PACKAGES,
-    USER_THREADS,
-    is_backward,
-    is_channel,
-    is_collective,
-    is_device,
-    is_library,
-    is_own,
-    is_ray,
-    is_rendezvous,
-    is_server,
-    last_name,
-)
+from . import libraries
 
 # A clock tick of the kernel, as in /proc/PID/stat.
 TICKS_PER_S = 100
@@ -43,39 +32,22 @@ _WAITS = ("collective", "ray-get", "channel")
 # Where a process with one of these motions stands, it stood in both snapshots.
 STANDS = ("still", "waking", "spinning", "disk")
 
-_GET = ("/ray/_private/worker.py", ("get", "wait", "get_objects"))
-_BASES = ("<module>", "_bootstrap", "_run_module_as_main", "actor_method_executor", "main_loop")
-
 
 @dataclass(frozen=True)
 class Position:
-    """Where a process stands and whether it moves; `where` has no frames of Ray and of the standard library.
-
-    Attributes:
-        kind: what it does.
-        motion: whether it moves.
-        where: the frames by which positions are compared, innermost first.
-        inner: the innermost frame, of any code, for people.
-        thread: the thread that runs the task.
-        since_s: seconds since that thread ran last; None if unknown.
-        rendezvous: whether it waits for the others of its worker set to join.
-        backward: whether it computes gradients, which distributed models reduce there.
-        busy_elsewhere: whether other threads or children use the CPU or the disk.
-        mixed: whether other threads wait or run calls too, so that this one may not be what the process waits in.
-        loops: whether it moves within one function.
-    """
+    """Where a process stands and whether it moves."""
 
     kind: PositionKind
     motion: Motion = "unknown"
-    where: Stack = ()
-    inner: Frame | None = None
-    thread: Thread | None = None
-    since_s: float | None = None
-    rendezvous: bool = False
-    backward: bool = False
-    busy_elsewhere: bool = False
-    mixed: bool = False
-    loops: bool = False
+    where: Stack = ()  # the frames by which positions are compared, without those of Ray and of the standard library
+    inner: Frame | None = None  # the innermost frame, of any code, for people
+    thread: Thread | None = None  # the thread that runs the task
+    since_s: float | None = None  # seconds since that thread ran last; None if unknown
+    rendezvous: bool = False  # whether it waits for the others of its worker set to join
+    backward: bool = False  # whether it computes gradients, which distributed models reduce there
+    busy_elsewhere: bool = False  # whether other threads or children use the CPU or the disk
+    mixed: bool = False  # whether other threads wait or run calls too, so that this may not be what it waits in
+    loops: bool = False  # whether it moves within one function
 
     @property
     def moves(self) -> bool:
@@ -97,26 +69,26 @@ def locate(process: Process, *, driver: bool = False) -> Position:
         runs = _runs_task(thread, driver and thread.tid == process.pid)
         (tasks if runs else others).append(_locate(thread, process.window_s))
     # A library waits for the thread on which it runs code of the job.
-    beside = [] if driver else [one for one in others if _is_of_job(one)]
-    tasks = [one for one in tasks if one.kind != "library"] or (tasks and beside) or tasks
-    others = [one for one in others if one not in tasks]
-    waits_aside = any(one.kind in _WAITS for one in others)
+    beside = [] if driver else [place for place in others if _is_of_job(place)]
+    tasks = [place for place in tasks if place.kind != "library"] or (tasks and beside) or tasks
+    others = [other for other in others if other not in tasks]
+    waits_aside = any(place.kind in _WAITS for place in others)
     if not tasks:
         return Position(_without_task(process, others, driver=driver), _move_of(process.states, process.ticks))
-    waits = [one for one in tasks if one.kind in _WAITS]
-    chosen = next((one for one in tasks if one.motion == "moving"), (waits or tasks)[0])
-    apart = len(waits) > 1 or (not waits and len({one.where for one in tasks}) > 1)
+    waits = [task for task in tasks if task.kind in _WAITS]
+    chosen = next((place for place in tasks if place.motion == "moving"), (waits or tasks)[0])
+    apart = len(waits) > 1 or (not waits and len({place.where for place in tasks}) > 1)
     # Calls of one actor may wait for each other, if all of them stand in code of the job.
-    rest = not waits_aside and all(one.kind == "user" and one.motion == "still" for one in tasks)
+    rest = not waits_aside and all(place.kind == "user" and place.motion == "still" for place in tasks)
     if chosen.motion != "moving" and ((apart and not rest) or (chosen.kind == "user" and waits_aside)):
         chosen = replace(chosen, kind="opaque")
     elif rest:
-        chosen = min(tasks, key=lambda one: one.since_s or 0.0)
+        chosen = min(tasks, key=lambda place: place.since_s or 0.0)
     own_ticks = (chosen.thread.ticks or 0) if chosen.thread else 0
     limit = max(WAKING_TICKS, 0.1 * TICKS_PER_S * process.window_s)
-    aside = [one for one in (*tasks, *others) if one.thread is not chosen.thread]
-    elsewhere = process.ticks - own_ticks > limit or any(_works(one, process.window_s) for one in aside)
-    elsewhere |= any(one.ticks > WAKING_TICKS or {*one.states} & {*"RD"} for one in process.children)
+    aside = [place for place in (*tasks, *others) if place.thread is not chosen.thread]
+    elsewhere = process.ticks - own_ticks > limit or any(_works(place, process.window_s) for place in aside)
+    elsewhere |= any(child.ticks > WAKING_TICKS or {*child.states} & {*"RD"} for child in process.children)
     if _move_of(process.states, process.ticks) == "stopped":
         chosen = replace(chosen, motion="stopped")
     return replace(chosen, mixed=(len(tasks) > 1 and not rest) or waits_aside, busy_elsewhere=elsewhere)
@@ -126,14 +98,14 @@ def _without_task(process: Process, others: Iterable[Position], *, driver: bool)
     """Return "opaque" for a process without a thread that runs a call, if something else of it may run one."""
     # A method without Python frames runs in a coroutine, or Ray runs a generator, or a thread of the job does it.
     runs = "." in process.title.partition("::")[2] or (driver and not process.threads)
-    serves = any(one.name.startswith("AsyncIO Thread") for one in process.threads)
+    serves = any(thread.name.startswith("AsyncIO Thread") for thread in process.threads)
     works = any(map(_is_of_job, others))
     return "opaque" if runs or serves or works else "idle"
 
 
 def _is_of_job(at: Position) -> bool:
     """Return whether a thread stands in code of the job itself, and not of a package."""
-    return (own := find_own(at.where)) is not None and not PACKAGES.search(own.file)
+    return (own := find_own(at.where)) is not None and not libraries.shows(libraries.PACKAGES, own)
 
 
 def _works(at: Position, window_s: float) -> bool:
@@ -151,58 +123,43 @@ def _locate(thread: Thread, window_s: float) -> Position:
 
 def _is_one_function(before: Stack, after: Stack) -> bool:
     """Return whether two positions are in one call of a function of the job, at any of its lines."""
-    first, second = _drop_packages(before), _drop_packages(after)
-    if not first or not second or (first[0].file, first[0].function) != (second[0].file, second[0].function):
-        return False
-    return first[1:] == second[1:]
-
-
-def _drop_packages(stack: Stack) -> Stack:
-    """Return the frames from the innermost one of the job's own code on."""
-    return tuple(dropwhile(lambda frame: PACKAGES.search(frame.file) is not None, stack))
+    first, second = (
+        tuple(dropwhile(lambda frame: libraries.shows(libraries.PACKAGES, frame), stack)) for stack in (before, after)
+    )
+    return bool(first and second) and replace(first[0], line=second[0].line) == second[0] and first[1:] == second[1:]
 
 
 @lru_cache(4096)
 def _read(stack: Stack, waits_inside: bool) -> Position:
     """Return what a stack says; most threads of a job stand at few places."""
-    inside, seen_own = list[Frame](), False
-    for frame in stack:
-        if is_own(frame):
-            seen_own = True
-            break
-        inside.append(frame)
-    inner = stack[0] if stack else None
+    inside = tuple(takewhile(lambda frame: not libraries.is_own(frame), stack))
     kind: PositionKind = "user"
-    if any(map(is_collective, inside)):
+    if libraries.shows(libraries.COLLECTIVE, *inside):
         kind = "collective"
-    elif any(map(_is_get, inside)):
+    elif any(is_get(frame.file, frame.function) for frame in inside):
         kind = "ray-get"
-    elif any(map(is_channel, inside)):
+    elif libraries.shows(libraries.CHANNEL, *inside):
         kind = "channel"
-    elif any(map(is_server, stack[: len(inside) + 1])):
+    elif any(map(libraries.is_server, stack[: len(inside) + 1])):
         kind = "opaque"
-    elif waits_inside or (inner is not None and is_device(inner)):
+    elif waits_inside or libraries.shows(libraries.DEVICE, *stack[:1]):
         kind = "device"
-    elif not seen_own or any(map(is_ray, inside)):
+    elif len(inside) == len(stack) or libraries.shows(libraries.RAY, *inside):
         kind = "library"
-    return Position(
-        kind,
-        where=normalise(stack),
-        inner=inner,
-        rendezvous=any(map(is_rendezvous, inside)),
-        backward=any(map(is_backward, inside)),
-    )
+    rendezvous, backward = libraries.shows(libraries.RENDEZVOUS, *inside), libraries.shows(libraries.BACKWARD, *inside)
+    inner = stack[0] if stack else None
+    return Position(kind, where=normalise(stack), inner=inner, rendezvous=rendezvous, backward=backward)
 
 
 def _runs_task(thread: Thread, main: bool) -> bool:
-    names = [last_name(frame.function) for frame in thread.stack]
+    names = [libraries.last_name(frame.function) for frame in thread.stack]
     if main or "actor_method_executor" in names:
         return True
-    if any(USER_THREADS.search(f"{frame.file} {frame.function}") for frame in thread.stack):
+    if libraries.shows(libraries.USER_THREADS, *thread.stack):
         return True
     # A plain task, and a method that blocks the loop of an async actor.
     loops = "main_loop" in names or thread.name.startswith("AsyncIO Thread")
-    return loops and any(is_own(frame) for frame in thread.stack)
+    return loops and any(libraries.is_own(frame) for frame in thread.stack)
 
 
 def _move_of(states: tuple[str, str], ticks: int | None) -> Motion:
@@ -220,8 +177,9 @@ def _move(thread: Thread, window_s: float) -> Motion:
     if thread.before is None:
         return "unknown"
     if normalise(thread.before) != normalise(thread.stack):
-        # A torn stack proves nothing.
-        return "moving" if is_complete(thread.before) and is_complete(thread.stack) else "unknown"
+        # A torn stack, which does not reach the frame in which its thread began, proves nothing.
+        ends = {libraries.last_name(frame.function) for stack in (thread.before, thread.stack) for frame in stack[-1:]}
+        return "moving" if thread.before and thread.stack and ends <= {*BASES} else "unknown"
     if thread.ticks <= WAKING_TICKS and "R" not in thread.states:
         return "waking"
     return "spinning" if thread.states == ("R", "R") or thread.ticks > window_s * TICKS_PER_S / 2 else "moving"
@@ -230,26 +188,17 @@ def _move(thread: Thread, window_s: float) -> Motion:
 def normalise(stack: Stack) -> Stack:
     """Return the frames by which positions are compared: the user's by line, those of packages by function."""
     return tuple(
-        Frame(frame.file, frame.function, 0) if PACKAGES.search(frame.file) else frame
+        Frame(frame.file, frame.function, 0) if libraries.shows(libraries.PACKAGES, frame) else frame
         for frame in frames_of_code(stack)
     )
 
 
 def frames_of_code(stack: Stack) -> Stack:
     """Return the frames that are neither Ray's nor those of the standard library."""
-    return tuple(frame for frame in stack if not is_library(frame))
+    return tuple(frame for frame in stack if not libraries.is_library(frame))
 
 
 def find_own(stack: Iterable[Frame]) -> Frame | None:
     """Return the innermost frame of the user's code, or of the package that stands for it."""
-    own = [frame for frame in stack if is_own(frame)]
-    return next((frame for frame in own if not PACKAGES.search(frame.file)), own[0] if own else None)
-
-
-def is_complete(stack: Stack) -> bool:
-    """Return whether a stack reaches the frame in which its thread began; one that was torn does not."""
-    return bool(stack) and last_name(stack[-1].function) in _BASES
-
-
-def _is_get(frame: Frame) -> bool:
-    return frame.file.endswith(_GET[0]) and last_name(frame.function) in _GET[1]
+    own = [frame for frame in stack if libraries.is_own(frame)]
+    return next((frame for frame in own if not libraries.shows(libraries.PACKAGES, frame)), own[0] if own else None)

@@ -3,13 +3,13 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from .._fleets import find_fleets
-from ..model import Evidence, Finding, Fleet, Kind, Snapshot
+from .._worker_sets import find_worker_sets
+from ..model import Evidence, Finding, Kind, Snapshot
 from .case import CALLED, RAN, WAITED, Case
-from .collectives import Mismatch, find_mismatch
-from .faults import find_dead, find_deadlocks, find_nodes, find_pending, find_reservations, find_stopped
-from .libraries import is_replica
+from .collectives import find_mismatch
+from .faults import find_dead, find_deadlocks, find_nodes, find_pending, find_reservations, find_stopped, unique
 from .positions import STANDS, Position
 from .waits import Wait, make_graph
 
@@ -31,56 +31,38 @@ def diagnose(snapshot: Snapshot, *, after_s: float = AFTER_S) -> tuple[Finding, 
         snapshot: what `look` has returned.
         after_s: seconds after which a process that does not move, and that others wait for, is late.
     """
-    fleets, found = find_fleets(snapshot), list[Finding]()
-    for job in snapshot.jobs:
-        found += _judge(Case(snapshot, make_graph(snapshot, job, fleets), after_s))
-    return tuple(found)
+    worker_sets = find_worker_sets(snapshot)
+    cases = (Case(snapshot, make_graph(snapshot, job, worker_sets), after_s) for job in snapshot.jobs)
+    return tuple(finding for case in cases for finding in _judge(case))
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
-    """Return the exit status of `why` for some findings.
+    """Return the exit status of `why` for the result of `diagnose`.
 
-    Args:
-        findings: the result of `diagnose`.
-
-    Returns:
-        1 if one of them blames a process; else 4 if something does not move and is not explained; else 0.
+    It is 1 if a finding blames a process; else 4 if something does not move and is not explained; else 0.
     """
-    found = list(findings)
-    if any(one.blames for one in found):
-        return 1
-    return 4 if any(not one.moves for one in found if one.kind not in ("working", "driver")) else 0
+    statuses = {
+        1 if finding.blames else 0 if finding.moves or finding.kind in ("working", "driver") else 4
+        for finding in findings
+    }
+    return 1 if 1 in statuses else max(statuses, default=0)
 
 
 @dataclass(frozen=True)
 class _End:
-    """The facts about the processes at the end of a wait: those that wait for nobody that is known.
+    """The facts about the processes at the end of a wait: those that wait for nobody that is known."""
 
-    Attributes:
-        at: where the first of them stands.
-        alike: whether all stand at one place.
-        age: for how long the one that has for least does; None if that is not known.
-        waited: for how long those in a collective have waited for them; None outside of one, or if it is not known.
-        late: whether `age` is as long as it takes to be late.
-        collective: whether ranks in a collective wait for them.
-        certain: whether the waits are certain.
-        sleeps: whether one of them waits for a timer or has traffic.
-        called: whether the caller of idle ones waits for their peers, so that they should have been called.
-        missing: whether ranks of their set are missing.
-        paused: whether it is one task that runs, for as long as it takes to be late, without code of the job.
-    """
-
-    at: Position
-    alike: bool
-    age: float | None
-    waited: float
-    late: bool
-    collective: bool
-    certain: bool
-    sleeps: bool
-    called: bool
-    missing: bool
-    paused: bool
+    at: Position  # of the first of them
+    alike: bool  # all stand at one place
+    age: float | None  # of the one that has stood for least; None if that is not known
+    waited: float  # for how long those in a collective have waited for them; 0 if that is not known
+    young: bool  # those in a collective have waited for less than it takes to be late
+    late: bool  # `age` is as long as it takes to be late
+    collective: bool  # ranks in a collective wait for them
+    certain: bool  # the waits that lead there are, and no rank of their set is missing
+    sleeps: bool  # one of them waits for a timer or has traffic
+    called: bool  # the caller of idle ones waits for their peers, so that they should have been called
+    paused: bool  # it is a single task that runs, for as long as it takes to be late, without code of the job
 
 
 @dataclass(frozen=True)
@@ -88,48 +70,44 @@ class _Row:
     """What is said of the end of a wait, if it is so; an empty text explains it elsewhere."""
 
     kind: Kind
-    holds: Callable[[_End, float], bool]
+    holds: Callable[[_End], bool]
     text: str
     blames: bool = False
 
 
-# The first row that holds is the finding. The second argument is the time after which a process is late.
+# The first row that holds is the finding.
 _TABLE = (
-    _Row("undecided", lambda end, after: end.at.kind in ("opaque", "channel"),
+    _Row("undecided", lambda end: end.at.kind in ("opaque", "channel"),
          "runs a call, and another thread or a coroutine of it may wait"),
-    _Row("undecided", lambda end, after: end.at.kind == "unread", "its stacks cannot be read"),
-    _Row("undecided", lambda end, after: end.at.kind in ("device", "collective"),
+    _Row("undecided", lambda end: end.at.kind == "unread", "its stacks cannot be read"),
+    _Row("undecided", lambda end: end.at.kind in ("device", "collective"),
          "may wait for its device or for another rank"),
-    _Row("undecided", lambda end, after: end.at.kind in ("library", "ray-get"),
+    _Row("undecided", lambda end: end.at.kind in ("library", "ray-get"),
          "waits inside Ray or one of its libraries, and it is not known what for"),
-    _Row("undecided", lambda end, after: not end.alike, "does not move; it may wait for another one"),
-    _Row("working", lambda end, after: end.collective and end.waited < after,
-         "others wait for it, but it has not stood still for as long as --after"),
-    _Row("late", lambda end, after: end.at.kind == "idle" and end.called and end.certain and not end.missing,
+    _Row("undecided", lambda end: not end.alike, "does not move; it may wait for another one"),
+    _Row("working", lambda end: end.young, "others wait for it, but it has not stood still for as long as --after"),
+    _Row("late", lambda end: end.at.kind == "idle" and end.called and end.certain,
          "runs nothing: it was not called, or it has returned", blames=True),
-    _Row("late", lambda end, after: end.at.kind == "idle" and end.paused and end.certain,
+    _Row("late", lambda end: end.at.kind == "idle" and end.paused and end.certain,
          "is a generator that waits until its items are taken, or waits inside of Ray", blames=True),
-    _Row("undecided", lambda end, after: end.at.kind == "idle",
-         "runs nothing: its call may be over, or wait for its turn"),
-    _Row("undecided", lambda end, after: end.at.motion == "unknown",
-         "was not seen long enough to say whether it moves"),
-    _Row("undecided", lambda end, after: end.age is None and end.at.motion == "waking",
+    _Row("undecided", lambda end: end.at.kind == "idle", "runs nothing: its call may be over, or wait for its turn"),
+    _Row("undecided", lambda end: end.at.motion == "unknown", "was not seen long enough to say whether it moves"),
+    _Row("undecided", lambda end: end.age is None and end.at.motion == "waking",
          "wakes up now and then at one line, and it is not known since when"),
-    _Row("undecided", lambda end, after: end.age is None and end.at.motion != "spinning",
+    _Row("undecided", lambda end: end.age is None and end.at.motion != "spinning",
          "does not move, and it is not known since when"),
-    _Row("working", lambda end, after: not end.late and not (end.collective and end.at.motion == "spinning"),
+    _Row("working", lambda end: not end.late and not (end.collective and end.at.motion == "spinning"),
          "others wait for it, but it has not stood still for as long as --after"),
-    _Row("disk", lambda end, after: end.at.motion == "disk" and end.certain and not end.missing,
+    _Row("disk", lambda end: end.at.motion == "disk" and end.certain,
          "waits for a disk or for a device driver", blames=True),
-    _Row("undecided", lambda end, after: end.sleeps and not (end.collective and end.at.motion == "still"),
+    _Row("undecided", lambda end: end.sleeps and not (end.collective and end.at.motion == "still"),
          "sleeps on purpose, or has traffic"),
-    _Row("late", lambda end, after: end.at.motion == "still" and end.certain and not end.missing,
-         "does not move", blames=True),
-    _Row("late", lambda end, after: end.at.motion == "waking" and end.certain and not end.missing,
+    _Row("late", lambda end: end.at.motion == "still" and end.certain, "does not move", blames=True),
+    _Row("late", lambda end: end.at.motion == "waking" and end.certain,
          "stands at one line, where it only wakes up to look again", blames=True),
-    _Row("undecided", lambda end, after: end.at.motion == "spinning",
+    _Row("undecided", lambda end: end.at.motion == "spinning",
          "uses a whole core at one line: an endless loop, or long work"),
-    _Row("undecided", lambda end, after: True, "does not move; it may wait for another one"),
+    _Row("undecided", lambda end: True, "does not move; it may wait for another one"),
 )  # fmt: skip
 
 
@@ -140,53 +118,51 @@ def _judge(case: Case) -> list[Finding]:
         *find_deadlocks(case),
     ]  # fmt: skip
     # Who waits for one of these is explained.
-    explained = held_up | {actor.id for one in found for actor in one.actors if one.blames}
-    tasks = {(one.task, one.pid) for one in found if one.blames and one.task}
+    explained = held_up | {actor.id for finding in found for actor in finding.actors if finding.blames}
+    tasks = {(finding.task, finding.pid) for finding in found if finding.blames and finding.task}
     explained |= {f"task:{key}" for key, task in case.graph.tasks.items() if (task.name, task.pid) in tasks}
-    if any(one.kind == "stopped" and not one.actors for one in found):
-        explained.add(case.driver)
-    for fleet in case.graph.fleets:
-        members = {one.key for one in fleet.members}
-        odd = None if members & explained else find_mismatch(case.graph, fleet, case.after_s)
+    if any(finding.kind == "stopped" and not finding.actors for finding in found):
+        explained.add(case.graph.driver)
+    for workers in case.graph.worker_sets:
+        members = {member.key for member in workers.members}
+        odd = None if members & explained else find_mismatch(case.graph, workers, case.after_s)
         if odd is not None:
-            found.append(_differ(case, fleet, odd))
+            facts = f"{len(odd.waiting)} of {odd.record.size} members wait, {len(odd.behind)} differ"
+            fact, since = Evidence(odd.record.source, facts, odd.record.age_s), (odd.since_s, odd.record.source)
+            wait = Wait("collective", odd.waiting, odd.behind, workers=workers)
+            found.append(case.blame("mismatch", odd.behind, odd.text, wait, since, fact, blames=odd.blames))
             explained |= members
     ends, suspects = _find_ends(case, explained)
-    blamed = {actor.id for one in ends if one.blames for actor in one.actors}
-    found += [one for one in ends if one.blames or not _speaks_of(one, blamed)]
-    if not any(one.blames for one in found) and (one := _find_only(case, explained)) is not None:
-        found = [one, *(other for other in found if other.kind != "working")]
-    if not any(one.blames for one in found):
-        works = any(one.kind == "working" for one in found)
-        standing = [key for key in _standing(case) if key not in explained and not (works and key == case.driver)]
+    blamed = {actor.id for end in ends if end.blames for actor in end.actors}
+    # A finding that blames no process, and speaks of those that another one blames, says nothing more.
+    found += [
+        finding
+        for finding in ends
+        if finding.blames or not blamed or (finding.actors and blamed.isdisjoint(of.id for of in finding.actors))
+    ]
+    if not any(finding.blames for finding in found) and (finding := _find_only(case, explained)) is not None:
+        found = [finding, *(other for other in found if other.kind != "working")]
+    if not any(finding.blames for finding in found):
+        works = any(finding.kind == "working" for finding in found)
+        standing = [key for key in _standing(case) if key not in explained and not (works and key == case.graph.driver)]
         suspects = dict.fromkeys(standing, "its call has not moved") | suspects
         # What is at the end of one wait may be on the way of another.
         pids = {case.graph.processes[key].pid for key in suspects if key in case.graph.processes}
-        found = [one for one in found if one.kind != "working" or one.pid not in pids]
+        found = [finding for finding in found if finding.kind != "working" or finding.pid not in pids]
         found += [*_list_suspects(case, suspects, found), *_find_unread(case, suspects)]
-    return sorted(found, key=lambda one: (not one.blames, -(one.since_s or 0.0)))
+    return sorted(found, key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
 
 
 def _find_ends(case: Case, explained: Collection[str]) -> tuple[list[Finding], dict[str, str]]:
     """Return what is at the ends of the waits, and the processes there that nothing can be said of, with the reason."""
-    found, suspects = dict[tuple[str, ...], Finding](), dict[str, str]()
+    found, suspects = list[Finding](), dict[str, str]()
     for wait in case.graph.waits:
         if wait.kind == "calls" or {*wait.waiters, *case.graph.reach(wait.targets)} & {*explained}:
             continue
-        if wait.kind == "collective" and not wait.targets:
-            one = _all_inside(case, wait)
-        else:
-            one = _end_of(case, wait, suspects)
-        if one is None:
-            continue
-        key = tuple(sorted(actor.id for actor in one.actors)) or (
-            (one.kind, str(one.pid)) if one.pid else (one.kind, *sorted(wait.waiters))
-        )
-        before = found.get(key)
-        # A collective says more than the `ray.get` that leads to it.
-        if before is None or (one.blames, one.waiting.count) > (before.blames, before.waiting.count):
-            found[key] = one
-    return [*found.values()], suspects
+        inside = wait.kind == "collective" and not wait.targets
+        end = _all_inside(case, wait) if inside else _end_of(case, wait, suspects)
+        found += [end] if end is not None else []
+    return unique(found), suspects
 
 
 def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
@@ -194,32 +170,33 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
     graph, sinks = case.graph, sorted(case.graph.sinks(wait.targets or wait.waiters))
     # A worker set that is in a collective with all its members waits for itself. Faults without a process are named
     # elsewhere.
-    if any(key in graph.waiters() or _is_absent(case, key) for key in sinks):
+    if any(key in graph.waiters or key in graph.absent for key in sinks):
         return None
     if moving := [key for key in sinks if case.at(key).moves]:
         if (text := _find_doubt(case, moving, wait)) is None:
             said = "others wait for it, and it makes progress"
-            return case.say("working", moving, said, wait, fleet=wait.fleet, moves=True)
+            return case.say("working", moving, said, wait, workers=wait.workers, moves=True)
         suspects.update(dict.fromkeys(moving, text))
         return None
-    serving = {key for key in sinks if case.is_infrastructure(key)}
+    serving = graph.infrastructure.intersection(sinks)
     sinks = [key for key in sinks if key not in serving]
     if not sinks:
         # A queue or a barrier of a library waits for others: whoever calls it may be the one that matters.
-        for one in case.graph.waits:
-            if called := serving & {*one.targets}:
-                suspects.update(dict.fromkeys(one.waiters, f"waits for {case.name(min(called))}"))
+        for other in case.graph.waits:
+            if called := serving & {*other.targets}:
+                suspects.update(dict.fromkeys(other.waiters, f"waits for {case.name(min(called))}"))
         return None
     end = _describe(case, sinks, wait)
-    row = next(row for row in _TABLE if row.holds(end, case.after_s))
+    row = next(row for row in _TABLE if row.holds(end))
     if row.kind == "undecided":
         suspects.update(dict.fromkeys(sinks, row.text))
-        if any(key in graph.actors and is_replica(graph.actors[key]) for key in sinks):
-            more = [key for key, one in graph.actors.items() if is_replica(one) and one.state == "ALIVE"]
-            suspects.update(dict.fromkeys((key for key in more if key not in suspects), _REPLICA))
+        replicas = [key for key, actor in graph.actors.items() if actor.class_name.startswith("ServeReplica")]
+        if not {*replicas}.isdisjoint(sinks):
+            alive = (key for key in replicas if key not in suspects and graph.actors[key].state == "ALIVE")
+            suspects.update(dict.fromkeys(alive, _REPLICA))
         return None
     if row.kind == "working":
-        return case.say("working", sinks, row.text, wait, fleet=wait.fleet, moves=True)
+        return case.say("working", sinks, row.text, wait, workers=wait.workers, moves=True)
     return _blame(case, row, sinks, end, wait)
 
 
@@ -243,95 +220,79 @@ def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) ->
         age, source = case.call_age(keys[0]), CALLED
     elif age is None or end.at.kind == "idle":
         age, source = end.waited, WAITED
-    since = age, source
     # Whoever waits for a peer outside, or polls, may be served later.
-    alone = len(keys) == 1 and wait.fleet is not None and wait.fleet.confidence == "certain"
-    sure = (
-        alone
-        and end.at.motion == "still"
-        and source == RAN
-        and end.at.kind == "user"
-        and not (end.at.thread and ":" in end.at.thread.waits_on)
-    )
+    alone = len(keys) == 1 and wait.workers is not None and wait.workers.confidence == "certain"
+    alone &= end.at.kind == "user" and not (end.at.thread and ":" in end.at.thread.waits_on)
     text = row.text + case.describe_place(keys[0])
     if row.kind == "disk":
         text += f" ({case.graph.processes[keys[0]].file or 'state D'})"
-        sure = False
-    return case.blame(row.kind, keys, text, wait, since, case.counts(keys[0]), sure=sure)
+    sure = alone and end.at.motion == "still" and source == RAN
+    counts, process, thread = "no thread that runs a task", case.graph.processes.get(keys[0]), case.at(keys[0]).thread
+    if process is not None and thread is not None:
+        moves = f"{thread.switches} context switches and {thread.ticks} ticks in {process.window_s:.1f} s"
+        counts = f"equal stack, {moves}"
+    fact = Evidence("two snapshots", counts)
+    return case.blame(row.kind, keys, text, wait, (age, source), fact, sure=sure)
 
 
 def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
     """Return the facts about the processes at the end of a wait."""
     at, collective = [case.at(key) for key in keys], wait.kind == "collective"
     ages = [case.age(key)[0] for key in keys]
-    age = min(one for one in ages if one is not None) if None not in ages else None
+    age = min(known for known in ages if known is not None) if None not in ages else None
     waited = case.waited(wait) if collective else None
     if collective and waited is None and all(case.at(key).motion == "spinning" for key in wait.waiters):
         waited = age  # those that spin have waited for as long as the one that they wait for stands
+    reached = case.graph.reach(wait.waiters)
+    missing = wait.workers is not None and wait.workers.missing and not case.snapshot.partial
     return _End(
         at=at[0],
-        alike=len({(one.kind, one.motion == "disk", one.where) for one in at}) == 1
-        and not any(one.moves for one in at),
+        alike=len({(place.kind, place.motion == "disk", place.where) for place in at}) == 1
+        and not any(place.moves for place in at),
         age=age,
         waited=waited or 0.0,
+        young=collective and (waited or 0.0) < case.after_s,
         late=age is not None and age >= case.after_s,
         collective=collective,
-        certain=case.graph.is_certain(wait.waiters),
+        certain=not missing
+        and all(other.certain for other in case.graph.waits if not reached.isdisjoint(other.waiters)),
         sleeps=any(map(case.sleeps, keys)),
         called=collective and all(_caller_waits(case, key, wait) for key in keys),
-        missing=bool(wait.fleet and wait.fleet.missing and not case.snapshot.partial),
-        paused=wait.kind == "get" and [*keys] == [key for key in keys if _is_paused(case, key)][:1],
+        paused=wait.kind == "get"
+        and len(keys) == 1
+        and keys[0].startswith("task:")
+        and (case.call_age(keys[0]) or 0.0) >= case.after_s
+        and not at[0].moves,
     )
-
-
-def _is_paused(case: Case, key: str) -> bool:
-    call = case.call_age(key)
-    return key.startswith("task:") and call is not None and call >= case.after_s and not case.at(key).moves
-
-
-def _is_absent(case: Case, key: str) -> bool:
-    actor, task = case.graph.actors.get(key), case.graph.tasks.get(key.removeprefix("task:"))
-    return actor.state != "ALIVE" if actor is not None else task is not None and task.state.startswith("PENDING")
 
 
 def _caller_waits(case: Case, key: str, wait: Wait) -> bool:
     """Return whether the maker of an idle actor waits for those that wait, and no call waits for its arguments."""
     graph, actor = case.graph, case.graph.actors.get(key)
-    owner = next((of for of, one in graph.actors.items() if actor and one.worker_id == actor.owner), case.driver)
-    if any(one.actor_id == key and one.state != "RUNNING" for one in graph.tasks.values()):
+    owner = next((of for of, one in graph.actors.items() if actor and one.worker_id == actor.owner), case.graph.driver)
+    if any(task.actor_id == key and task.state != "RUNNING" for task in graph.tasks.values()):
         return False
-    waits = [one for one in graph.waits if one.certain and owner in one.waiters]
-    return any({*one.targets} & {*wait.waiters} and case.at(owner).motion != "stopped" for one in waits)
+    waits = [other for other in graph.waits if other.certain and owner in other.waiters]
+    return any({*other.targets} & {*wait.waiters} and case.at(owner).motion != "stopped" for other in waits)
 
 
 def _all_inside(case: Case, wait: Wait) -> Finding | None:
     """Say of a worker set whose members are all in a collective whether it is the same one."""
-    fleet, at = wait.fleet, [case.at(key) for key in wait.waiters]
-    if len(at) < 2 or fleet is None or (fleet.missing and not case.snapshot.partial):
+    workers, at = wait.workers, [case.at(key) for key in wait.waiters]
+    if len(at) < 2 or workers is None or (workers.missing and not case.snapshot.partial):
         return None
-    if (case.waited(wait) or 0.0) < case.after_s or any(one.moves for one in at):
+    if (case.waited(wait) or 0.0) < case.after_s or any(place.moves for place in at):
         return None
     classes = {tuple(frame for frame in case.at(key).where if frame.line or frame == case.at(key).where[0]): key
                for key in wait.waiters}  # fmt: skip
     if len(classes) > 1:
         text = f"are in {len(classes)} different collectives, or at different places of one"
-        one = case.say("mismatch", wait.waiters, text, wait, fleet=fleet, remedy=_RECORDS)
-        listed = [case.suspect(key, "one of those that stand there") for key in classes.values()]
-        return replace(one, suspects=tuple(listed[:MOST_SUSPECTS]))
+        listed = [case.suspect(key, "one of those that stand there") for key in [*classes.values()][:MOST_SUSPECTS]]
+        more = {"remedy": _RECORDS, "suspects": tuple(listed)}
+        return case.say("mismatch", wait.waiters, text, wait, workers=workers, **more)
     inner = at[0].inner.function if at[0].inner else "a collective"
     text = f"wait in {inner}: what they wait for is outside of Python"
-    return case.say("together", wait.waiters, text, wait, fleet=fleet, remedy=_RECORDS)
-
-
-def _differ(case: Case, fleet: Fleet, odd: Mismatch) -> Finding:
-    record = odd.record
-    counts = f"{len(odd.waiting)} of {record.size} members wait, {len(odd.behind)} differ"
-    wait, fact = Wait("collective", odd.waiting, odd.behind, fleet=fleet), Evidence(record.source, counts, record.age_s)
-    one = case.blame("mismatch", odd.behind, odd.text, wait, (odd.since_s, record.source), fact)
-    return replace(one, fleet=fleet.name, blames=odd.blames)
-
-
-# If no certain wait leads to the cause.
+    return case.say("together", wait.waiters, text, wait, workers=workers, remedy=_RECORDS)
 
 
 def _standing(case: Case) -> list[str]:
@@ -339,21 +300,18 @@ def _standing(case: Case) -> list[str]:
 
     They run a call, or code of the job on a thread of a library, and do not wait for anything that is known.
     """
-    waits = {key for wait in case.graph.waits if wait.kind != "calls" for key in wait.waiters}
-    found = list[str]()
-    for key, at in case.graph.positions.items():
-        if (
-            key in waits
-            or case.is_infrastructure(key)
-            or at.motion == "stopped"
-            or at.kind in ("idle", "unread", "channel")
-        ):
+    graph, found = case.graph, list[str]()
+    waits = {key for wait in graph.waits if wait.kind != "calls" for key in wait.waiters}
+    targets = {key for wait in graph.waits for key in wait.targets}
+    for key, at in graph.positions.items():
+        excluded = key in waits or key in graph.infrastructure or at.motion == "stopped"
+        if excluded or at.kind in ("idle", "unread", "channel"):
             continue
         call = case.call_age(key)
         age = call if at.motion in ("spinning", "unknown") else case.age(key)[0]
-        if at.kind == "opaque" and (call is None or not any(key in one.targets for one in case.graph.waits)):
+        if at.kind == "opaque" and (call is None or key not in targets):
             continue
-        if key == case.driver and (case.sleeps(key) or at.kind == "opaque" or _leads_on(case, key)):
+        if key == graph.driver and (case.sleeps(key) or at.kind == "opaque" or key in graph.waiters):
             continue
         stands = at.stands or (at.kind == "opaque" and not at.moves)
         if stands and (age or 0.0) >= case.after_s:
@@ -361,70 +319,65 @@ def _standing(case: Case) -> list[str]:
     return found
 
 
-def _leads_on(case: Case, key: str) -> bool:
-    return any(key in wait.waiters for wait in case.graph.waits)
-
-
 def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
     """Return the finding about the only process, or the only members of a worker set, that stand still.
 
     Somebody waits for them, as far as that is known, everything can be read, and nothing else of the job moves.
     """
-    others = [at for key, at in case.graph.positions.items() if key != case.driver and not case.is_infrastructure(key)]
-    unknown = (
-        any(at.kind == "unread" or (at.mixed and at.kind != "library") for at in others)
-        or case.at(case.driver).kind == "unread"
-    )
-    if unknown or case.moving() or any(one.kind == "collective" for one in case.graph.waits):
+    graph = case.graph
+    others = [graph.positions[key] for key in graph.positions.keys() - graph.infrastructure - {graph.driver}]
+    unknown = any(at.kind == "unread" or (at.mixed and at.kind != "library") for at in others)
+    unknown |= case.at(graph.driver).kind == "unread"
+    if unknown or case.moving() or any(wait.kind == "collective" for wait in graph.waits):
         return None
-    standing = [key for key in _standing(case) if key not in {*explained, case.driver}]
+    standing = [key for key in _standing(case) if key not in {*explained, graph.driver}]
     # Others may wait inside of a library, or in a coroutine, for the one in code of the job.
     users = [key for key in standing if case.at(key).kind == "user"]
     chosen = users or standing or _find_callers(case)
     if not users and standing and not _is_awaited(case, standing):
         return None
-    alike = {(case.at(key).where, (case.graph.fleet_of(key) or (key,))[0]) for key in chosen}
-    waits = [one for one in case.graph.waits if {*chosen} & case.graph.reach(one.waiters) - {*one.waiters}]
+    alike = {(case.at(key).where, (graph.members.get(key) or (key,))[0]) for key in chosen}
+    waits = [wait for wait in graph.waits if {*chosen} & graph.reach(wait.waiters) - {*wait.waiters}]
     if len(alike) != 1 or not waits:
         return None
-    end = replace(_describe(case, chosen, waits[0]), certain=True, collective=False, waited=0.0)
-    row = next(row for row in (*_ONLY, *_TABLE) if row.holds(end, case.after_s))
-    wait = replace(waits[0], fleet=None)
+    end = replace(_describe(case, chosen, waits[0]), certain=True, collective=False, young=False, waited=0.0)
+    row = next(row for row in (*_ONLY, *_TABLE) if row.holds(end))
+    wait = replace(waits[0], workers=None)
     return replace(_blame(case, row, chosen, end, wait), confidence="likely") if row.blames else None
 
 
 def _is_awaited(case: Case, keys: Sequence[str]) -> bool:
     """Return whether a coroutine is the only call that a process awaits whose own waits cannot be read."""
     key = keys[0]
-    awaited = any(one.kind == "calls" and key in one.targets for one in case.graph.waits)
-    alone = len(keys) == 1 and awaited and case.count_calls(key) == 1 and not case.graph.waits_of(key)
+    awaited = any(wait.kind == "calls" and key in wait.targets for wait in case.graph.waits)
+    calls = [call for call in case.graph.tasks.values() if call.state == "RUNNING" and case.graph.key_of(call) == key]
+    alone = len(keys) == 1 and awaited and len(calls) == 1 and not case.graph.next.get(key)
     return alone and case.at(key).kind == "opaque" and case.at(key).thread is None
 
 
 # What is said of the only process that stands, before the rows for the ends of waits that are certain.
 _ONLY = (
-    _Row("late", lambda end, after: end.at.kind == "opaque",
+    _Row("late", lambda end: end.at.kind == "opaque",
          "runs a call in a coroutine, which shows no position, and does not move", blames=True),
-    _Row("late", lambda end, after: end.at.kind == "ray-get",
+    _Row("late", lambda end: end.at.kind == "ray-get",
          "waits for a queue or a barrier of Ray, for which nobody else does anything", blames=True),
 )  # fmt: skip
 
 
 def _find_callers(case: Case) -> list[str]:
     """Return the processes that have waited for long for an actor of a library, such as a queue, which waits itself."""
-    found = dict[str, None]()
-    for wait in case.graph.waits:
-        if wait.kind == "get" and all(map(case.is_infrastructure, wait.targets)):
-            found.update(dict.fromkeys(key for key in wait.waiters if key != case.driver))
-    serving = {key for wait in case.graph.waits for key in wait.targets if case.is_infrastructure(key)}
-    if serving & case.graph.waiters():
+    graph = case.graph
+    if not graph.waiters.isdisjoint(graph.infrastructure & {key for wait in graph.waits for key in wait.targets}):
         return []
-    return [key for key in found if (case.call_age(key) or 0.0) >= case.after_s]
+    waits = [wait for wait in graph.waits if wait.kind == "get" and graph.infrastructure.issuperset(wait.targets)]
+    callers = dict.fromkeys(key for wait in waits for key in wait.waiters if key != graph.driver)
+    return [key for key in callers if (case.call_age(key) or 0.0) >= case.after_s]
 
 
 def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding]) -> list[Finding]:
     """Return one finding that lists the processes of which any may be the cause, those that stand for longest first."""
-    said = {pid for one in found if one.kind != "working" for pid in (one.pid, *(of.pid for of in one.suspects)) if pid}
+    spoken = [finding for finding in found if finding.kind != "working"]
+    said = {pid for one in spoken for pid in (one.pid, *(suspect.pid for suspect in one.suspects)) if pid}
     order = {"user": 0, "library": 1}
     rated = [(order.get(case.at(key).kind, 2), case.suspect(key, text)) for key, text in suspects.items()]
     rated.sort(key=lambda pair: (pair[0], -(pair[1].since_s or 0.0), pair[1].pid))
@@ -433,39 +386,32 @@ def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding
         return []
     alone = len(listed) == 1
     text = f"stands still: {listed[0].text}" if alone else "stand still, and it is not known what for"
-    waits = [one for one in case.graph.waits if {*suspects} & case.graph.reach(one.waiters)]
-    one = case.say("undecided", [*suspects], text, waits[0] if waits else None, confidence="guess", remedy=_STACKS)
-    subject = listed[0].name if alone else f"{len(listed)} processes"
-    return [replace(one, subject=subject, suspects=tuple(listed[:MOST_SUSPECTS]), since_s=listed[0].since_s)]
+    waits = [wait for wait in case.graph.waits if {*suspects} & case.graph.reach(wait.waiters)]
+    more: dict[str, Any] = {"confidence": "guess", "remedy": _STACKS, "suspects": tuple(listed[:MOST_SUSPECTS])}
+    more |= {"subject": listed[0].name if alone else f"{len(listed)} processes", "since_s": listed[0].since_s}
+    return [case.say("undecided", [*suspects], text, waits[0] if waits else None, **more)]
 
 
 def _find_unread(case: Case, suspects: Collection[str]) -> list[Finding]:
     """Name the processes whose waits are not known, and of which no finding speaks: any of them may hang."""
     graph, found = case.graph, list[Finding]()
-    left = sorted(graph.processes.keys() - {*suspects}, key=lambda key: (key != case.driver, key))
-    unread = [key for key in left if case.at(key).kind == "unread"]
+    left = sorted(graph.processes.keys() - {*suspects}, key=lambda key: (key != case.graph.driver, key))
     known = {key for wait in graph.waits for key in wait.waiters}
-    blind = [
-        key
-        for key in left
-        if case.at(key).kind == "ray-get" and key not in known and not graph.processes[key].references
-    ]
+    gets = [key for key in left if case.at(key).kind == "ray-get" and key not in known]
     why = {
-        "cannot be read, so any of them may hang": unread,
-        "in ray.get for objects whose ids cannot be read, so it is not known what for": blind,
+        "cannot be read, so any of them may hang": [key for key in left if case.at(key).kind == "unread"],
+        "in ray.get for objects whose ids cannot be read, so it is not known what for": [
+            key for key in gets if not any(thread.references for thread in graph.processes[key].threads)
+        ],
     }
     for text, keys in why.items():
-        if not keys:
-            continue
-        driver = "" if keys[0] != case.driver else ", the driver" if len(keys) == 1 else ", the driver among them"
-        subject = f"{len(keys)} process{'es' * (len(keys) > 1)}{driver}"
-        notes = {graph.processes[key].note: None for key in keys if graph.processes[key].note}
-        facts = tuple(Evidence("probe", note) for note in notes)
-        one = case.say("undecided", keys, text, None, confidence="guess", subject=subject, evidence=facts)
-        found.append(one if len(keys) == 1 else replace(one, pid=0, node="", where=()))
+        if keys:
+            driver = (
+                "" if keys[0] != case.graph.driver else ", the driver" if len(keys) == 1 else ", the driver among them"
+            )
+            subject = f"{len(keys)} process{'es' * (len(keys) > 1)}{driver}"
+            notes = {graph.processes[key].note: None for key in keys if graph.processes[key].note}
+            facts = tuple(Evidence("probe", note) for note in notes)
+            finding = case.say("undecided", keys, text, None, confidence="guess", subject=subject, evidence=facts)
+            found.append(finding if len(keys) == 1 else replace(finding, pid=0, node="", where=()))
     return found
-
-
-def _speaks_of(finding: Finding, blamed: Collection[str]) -> bool:
-    """Return whether a finding that blames no process speaks of those that another one blames."""
-    return bool(blamed) and (not finding.actors or bool({one.id for one in finding.actors} & {*blamed}))

@@ -3,28 +3,24 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
-from seen import ALL_REDUCE, NODE, NOW, actor_id, fleet_of
+from seen import ALL_REDUCE, NODE, NOW, actor_id, ranks_of
 
-from fairlead_inspect._chrome import write_file
-from fairlead_inspect._job_trace import make_job_trace
-from fairlead_inspect.model import Span
+from fairlead_inspect._timeline import make_timeline
+from fairlead_inspect.model import Call
 
 
 def span(name, owner, began, ended=None, *, pid=1, node=NODE, failed=False):
-    return Span(
-        f"task-{name}-{began}", name, owner, pid, node, NOW + began, None if ended is None else NOW + ended, failed
-    )
+    state = "FAILED" if failed else "RUNNING" if ended is None else "FINISHED"
+    over = None if ended is None else NOW + ended
+    return Call(f"task-{name}-{began}", name, owner, state, NOW + began, pid, node, ended=over)
 
 
 def draw(*spans):
     """Return the finished trace as the name of each track with its spans: name, start and duration in seconds."""
-    trace = make_job_trace(fleet_of([ALL_REDUCE] * 3), spans)
+    trace = make_timeline(ranks_of([ALL_REDUCE] * 3), spans)
     events = json.loads(json.dumps(trace))["traceEvents"]
     names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
     tracks = {name: [] for name in names.values()}
@@ -72,13 +68,3 @@ def test_unknown_actor_and_node():
 def test_nothing():
     """Without spans the trace is empty."""
     assert draw() == ({}, [])
-
-
-def test_file(tmp_path):
-    """The file is complete or not there."""
-    content = make_job_trace(replace(fleet_of([ALL_REDUCE] * 3)), [span("f", "", -3, -2)])
-    write_file(content, tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text()) == content
-    with pytest.raises(TypeError):
-        write_file({"traceEvents": object()}, tmp_path / "other.json")
-    assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
