@@ -54,7 +54,7 @@ def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=N
         on_stale="requeue" if bound is None else on_stale,
     )
     draw = random.Random(seed)
-    ledger = Ledger(config, range(1_000_000), run=seed)
+    ledger = Ledger(config, range(1_000_000))
     slow, finishing, queue = {}, [], []
     now, step, trained, outcome = 0.0, 0, 0, Outcome(0, 0, 0, 0, 0.0, 0)
     ends, consumed, requested = None, {}, {}

@@ -33,7 +33,7 @@ class AsyncLedger:
         self._changed = asyncio.Event()
         # Held by the one coroutine that tries again to lease: thousands may wait, and room is for a few.
         self._turn = asyncio.Lock()
-        ledger.subscribe(self._wake)
+        ledger._book.callbacks.subscribers.append(self._wake)  # noqa: SLF001  of this package
 
     def _wake(self) -> None:
         self._changed.set()

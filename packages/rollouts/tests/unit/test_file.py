@@ -9,7 +9,8 @@ import pytest
 from invariants import check
 
 from fairlead_rollouts import Ledger, LedgerConfig, Ref, SnapshotError
-from fairlead_rollouts._store.snapshot import read_snapshot
+from fairlead_rollouts._file import SnapshotFile
+from fairlead_rollouts._snapshot import read_snapshot
 
 CONFIG = LedgerConfig(group_size=2, groups_per_version=2, max_staleness=2)
 PROMPTS = [f"prompt {number}" for number in range(20)]
@@ -35,7 +36,7 @@ def ledger(path, finish, releases):
 
 def crash(ledger):
     """End the writing as a crash does: without the last changes."""
-    ledger._file._changed.clear()
+    ledger._file.changed = False
     ledger.close()
 
 
@@ -108,55 +109,49 @@ def test_a_branch_that_was_left(ledger, path, tmp_path):
     """A file that does not continue the checkpoint is set aside, and a damaged one too."""
     ledger.prepare(1, tmp_path)
     crash(ledger)
-    first, second = restore(path, directory=tmp_path, run=8), tmp_path / "second"
+    first, second, other = restore(path, directory=tmp_path), tmp_path / "second", tmp_path / "other"
     first.advance(2, trained=2)
     second.mkdir()
     first.prepare(2, second)
     crash(first)
-    other = restore(tmp_path / "another file", directory=tmp_path, run=9)
-    crash(other)
-    with pytest.warns(UserWarning, match="was renamed to 'another file.aside': it does not continue this ledger"):
-        restore(tmp_path / "another file", directory=second, step=2, version=2).close()
+    crash(restore(other, directory=tmp_path))
+    with pytest.warns(UserWarning, match=r"was renamed to 'other.aside': it does not continue this ledger"):
+        restore(other, directory=second, step=2, version=2).close()
     path.write_bytes(b"nonsense")
     with pytest.warns(UserWarning, match="renamed"):
         restore(path, directory=second, step=2, version=2).close()
     with pytest.warns(UserWarning, match="renamed"):
         Ledger(CONFIG, PROMPTS, file=path).close()
-    with pytest.raises(SnapshotError, match="the file does not exist"):
+    with pytest.raises(SnapshotError, match="No such file"):
         restore(tmp_path / "no file")
     with pytest.raises(ValueError, match="needs the directory of the checkpoint, or the file"):
         restore(None)
 
 
-def test_payloads_are_released_after_the_file(path, finish, releases):
+def test_payloads_are_released_after_the_file(path, finish, releases, monkeypatch):
     """A durable payload is released only when no file lists it any more; another one is released immediately."""
+    monkeypatch.setattr(SnapshotFile, "_run", lambda file: None)
     ledger = Ledger(CONFIG, PROMPTS, file=path, on_release=releases)
-    ledger._file._closing.set()  # its thread ends
-    ledger._file.hurry()
-    ledger._file._thread.join(60)
-    ledger._file._closing.clear()
-    leases = ledger.lease(2)
-    finish(ledger, leases[:1])
-    ledger.finish(leases[1], 0, Ref("in memory"))
-    ledger.finish(leases[1], 1, Ref("in memory too"))
+    first, second = ledger.lease(2)
+    finish(ledger, [first])
+    ledger.finish_many([(second, sample, Ref(f"in memory {sample}")) for sample in second.samples])
     ledger.flush()
     ledger.drop([0, 1], "no_signal")
-    assert list(releases.reasons()) == ["in memory", "in memory too"]
+    assert list(releases.reasons()) == ["in memory 0", "in memory 1"]
     assert len(read_snapshot(path).groups[0][4]) == 2
     ledger.flush()
     assert len(releases) == 4
     ledger.close()
 
 
-def test_it_is_written_in_the_background(path, finish):
-    """A sample of a group that is not finished is in the file a second later, without another call."""
+def test_it_is_written_in_the_background(path):
+    """A sample of a group that is not finished is in the file without another call, and nothing is written twice."""
     ledger = Ledger(CONFIG, PROMPTS, file=path)
     ledger.finish(ledger.lease(1)[0], 0, Ref("tokens", durable=True))
     wait_until(lambda: any(group[4] for group in read_snapshot(path).groups))
     ledger.flush()
     written = ledger._file.written
     ledger.advance(1)
-    wait_until(lambda: read_snapshot(path).version == 1)
     wait_until(lambda: ledger._file.written > written)
     time.sleep(1.5)
     assert ledger._file.written == written + 1, "nothing has changed since"
@@ -165,21 +160,22 @@ def test_it_is_written_in_the_background(path, finish):
 
 def test_a_full_disk(ledger, path, monkeypatch, caplog):
     """An error in the background is logged and the write is tried again; `flush` and `prepare` raise it."""
-    content, full = path.read_bytes(), [True]
     fsync = os.fsync
 
     def refuse(descriptor):
-        if full[0]:
-            raise OSError(28, "No space left on device")
-        fsync(descriptor)
+        raise OSError(28, "No space left on device")
 
+    ledger.flush()
+    content = path.read_bytes()
     monkeypatch.setattr("os.fsync", refuse)
     ledger.advance(2)
     wait_until(lambda: "No space left on device" in caplog.text)
-    with pytest.raises(SnapshotError, match="it cannot be written: No space left"):
-        ledger.flush()
-    assert read_snapshot(path).version <= 1 or path.read_bytes() == content
-    full[0] = False
+    for write in (ledger.flush, lambda: ledger.prepare(1, path.parent)):
+        with pytest.raises(SnapshotError, match="it cannot be written: No space left"):
+            write()
+    assert path.read_bytes() == content
+    assert {file.name for file in path.parent.iterdir()} == {"ledger", "ledger.lock"}
+    monkeypatch.setattr("os.fsync", fsync)
     wait_until(lambda: read_snapshot(path).version == 2)
 
 
@@ -199,7 +195,7 @@ def test_one_process_uses_a_file(ledger, path, run_python):
     assert f"process {os.getpid()} on " in run_python(script)
     ledger.close()
     restore(path).close()
-    with pytest.raises(SnapshotError, match="it is closed"):
+    with pytest.raises(SnapshotError, match="it is closed in this process"):
         ledger.flush()
     with pytest.raises(SnapshotError, match="it cannot be opened: No such file"):
         Ledger(CONFIG, PROMPTS, file=path.parent / "missing" / "ledger")
@@ -209,9 +205,14 @@ FORK = """
 import os, sys, time
 from fairlead_rollouts import Ledger, LedgerConfig, Ref, SnapshotError
 
-ledger = Ledger(LedgerConfig(group_size=1, groups_per_version=8, max_staleness=0), range(8), file="ledger")
+config = LedgerConfig(group_size=1, groups_per_version=8, max_staleness=0)
+ledger, closed = (Ledger(config, range(8), file=name) for name in ("ledger", "closed"))
+number = closed._file._descriptor
+closed.close()
+assert os.open("ledger", os.O_RDONLY) == number
 ledger.finish(ledger.lease(1)[0], 0, Ref("0", durable=True))
 if not os.fork():
+    os.fstat(number)  # now of another file, which stays open
     try:
         ledger.flush()
     except SnapshotError as error:
@@ -227,7 +228,7 @@ os._exit(0)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_leaves_the_file_alone(path, run_python):
     """It cannot write the file, and its life does not keep the lock."""
-    assert "which has forked this one, uses it" in run_python(FORK)
+    assert "it is closed in this process" in run_python(FORK)
     assert len(read_snapshot(path).groups[0][4]) == 1
 
 

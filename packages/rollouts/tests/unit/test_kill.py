@@ -11,7 +11,7 @@ import scripted
 from invariants import check
 
 from fairlead_rollouts import Ledger
-from fairlead_rollouts._store.snapshot import read_snapshot
+from fairlead_rollouts._snapshot import read_snapshot
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

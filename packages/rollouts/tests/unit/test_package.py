@@ -39,7 +39,7 @@ def test_imports(read_imports):
         imported = read_imports(module)
         assert imported <= set(sys.stdlib_module_names) | OPTIONAL.get(module.name, set()), module
         # The file of a ledger is refused on a system without `flock`.
-        unix = {"fcntl"} if module.name != "file.py" else set()
+        unix = {"fcntl"} if module.name != "_file.py" else set()
         unix |= {"grp", "posix", "pwd", "resource", "select", "termios"}
         assert imported & unix == set(), module
         text = module.read_text(encoding="utf-8")

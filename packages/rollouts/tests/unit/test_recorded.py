@@ -29,7 +29,7 @@ class Replay:
 
     def close(self):
         if self.source is not None:
-            self.source.ledger._file._changed.clear()  # as a crash: without the last write
+            self.source.ledger._file.changed = False  # as a crash: without the last write
             self.source.ledger.close()
 
     def load(self, rollout):
@@ -91,6 +91,10 @@ def test_recorded_calls(framework, monkeypatch, tmp_path):
         loads += name == "load"
         assert getattr(replay, name)(**call) == result, f"line {number + 1}: {line}"
     check(replay.source.ledger)
+    numbers = replay.source.ledger.statistics()
+    assert numbers.fenced > 0, "no straggler came back late"
+    assert numbers.requeued, "no group was too old when it came"
+    assert max(numbers.staleness) == OPTIONS["max_weight_staleness"]
     replay.close()
     assert loads == 2
     assert len(lines) > 300

@@ -51,7 +51,7 @@ def test_the_command_line(finish, tmp_path, capsys):
     ledger.close()
     assert main(["show", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "Snapshot of step 1 at version 1, ledger " in printed
+    assert "Snapshot of step 1 at version 1\n" in printed
     assert "The next prompt is 5. Every prompt below 0 is applied or dropped." in printed
     assert main(["show", str(tmp_path / "ledger")]) == 0
     printed = capsys.readouterr().out

@@ -1,37 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a ledger that generators use: leases and their results."""
+"""Every transition of a group: leases and results on the rollout side, versions and claims on the trainer's."""
 
 import json
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._book import Book
-from ._callbacks import changes
-from ._model import Lease, LedgerConfig, Ref, Sample
-from ._record import Record
+from ._book import DROPPED, Book, Record, StepClaim
+from ._callbacks import Callbacks, changes
+from ._model import Claim, Lease, LedgerConfig, OldestFirst, Ref, Sample, Shortage, State
 from ._sources import PromptSource, SequenceStream
 from .exceptions import OldWeightsError
 
-__all__ = ["RolloutSide"]
+__all__ = ["Transitions"]
 
 PROMPT_BYTES = 4096
 
 
-def is_same(ref: Ref, other: Ref) -> bool:
-    """Return whether two references are of the same payload."""
-    return ref.value is other.value or (ref.durable and ref == other)
+class Transitions:
+    """The records of a ledger, and the methods that change them."""
 
-
-class RolloutSide:
-    """The records of a ledger, and the methods of its rollout side."""
-
-    def __init__(self, book: Book, source: PromptSource | Sequence[Any], run: int) -> None:
-        self._book, self._config, self._run = book, book.config, run
+    def __init__(
+        self,
+        config: LedgerConfig,
+        source: PromptSource | Sequence[Any],
+        callbacks: Callbacks,
+        run: int,
+        checkpoints: bool,
+    ) -> None:
+        self._book, self._config, self._run, self._checkpoints = Book(config, callbacks), config, run, checkpoints
         self._source: PromptSource = SequenceStream(source) if isinstance(source, Sequence) else source
         self._exhausted = False
         self._sequence = 0
-        self._samples = tuple(range(book.config.group_size))
+        self._samples = tuple(range(config.group_size))
         self._lock = threading.RLock()
 
     @property
@@ -55,9 +56,20 @@ class RolloutSide:
         states = self._book.by_state
         return self._exhausted and not any(states[state] for state in ("pending", "leased", "finished", "claimed"))
 
+    def state(self, prompt_id: int) -> State:
+        """Return the state of a group."""
+        if prompt_id < 0:
+            raise ValueError(f"prompt_id is {prompt_id}; it must be at least 0.")
+        record = self._book.records.get(prompt_id)
+        if record is not None:
+            return record.state
+        if prompt_id >= len(self._book.fates):
+            return "unseen"
+        return "dropped" if self._book.fates[prompt_id] == DROPPED else "applied"
+
     def room(self) -> int:
         """Return how many groups may be leased now, including pending groups that hold samples."""
-        return self._book.room
+        return self._book.room + len(self._book.list_held())
 
     @changes
     def lease(self, count: int, *, serving_version: int | None = None, deadline: float | None = None) -> list[Lease]:
@@ -83,16 +95,16 @@ class RolloutSide:
             raise OldWeightsError(start, oldest, book.version)
         if start > book.version:
             raise ValueError(f"serving_version is {start}, and the trainer is at {book.version}. Call advance() first.")
-        available = book.room
-        self._pull(min(count, available) - len(book.by_state["pending"]))
-        pending = book.choose_pending(count, available - book.held)
+        room = book.room
+        self._pull(min(count, room + len(book.list_held())) - len(book.by_state["pending"]))
+        pending = book.choose_pending(count, room)
         return [self._make_lease(record, start, deadline) for record in pending]
 
     def _pull(self, count: int) -> None:
         """Make prompts of the source pending. An error leaves those before it pending."""
         while count > 0 and not self._exhausted:
             try:
-                prompt = self._source.get(self._book.next)
+                prompt = self._source.get(len(self._book.fates))
             except IndexError:
                 self._exhausted = self._book.callbacks.changed = True
                 return
@@ -182,12 +194,13 @@ class RolloutSide:
             book.counters.fenced += 1
             record = book.records.get(lease.prompt_id)
             held = record and record.samples.get(index)
-            if not (held and is_same(held.ref, sample.ref)):  # otherwise it is the same call again
+            # The same call again has the payload of the sample.
+            if not (held and (held.ref.value is sample.ref.value or (held.ref.durable and held.ref == sample.ref))):
                 book.callbacks.release(sample.ref, "fenced")
             return False
         record.samples[index] = sample
         if book.callbacks.file is not None:
-            book.callbacks.file.note_change()
+            book.callbacks.file.changed = True
         record.oldest = min(record.oldest, sample.oldest_version)
         record.waiting &= ~(1 << index)
         if not record.waiting:
@@ -201,7 +214,7 @@ class RolloutSide:
         Args:
             lease: the lease.
             samples: the numbers of the samples that failed; None for all that are not finished.
-            reason: what `on_event` and `explain` say of it. `statistics` counts a group that it drops as "failed".
+            reason: what `explain` says of it. `statistics` counts a group that it drops as "failed".
 
         Returns:
             False if the lease has ended, or all of these samples are finished.
@@ -258,16 +271,155 @@ class RolloutSide:
             if record.attempt < completeness.max_attempts:
                 record.attempt += 1
             elif len(record.samples) < self._config.min_samples:
-                book.drop(record, "failed", record.failure)
+                book.drop(record, "failed")
                 return
             else:
                 complete = True
         if complete:
-            book.finish(record)
+            book.end_lease(record, "finished")
             return
         if completeness.retry == "group":
             book.discard(record, "retried")
-        book.return_to_pending(record, record.failure if record.failed else "cancelled")
+        book.end_lease(record, "pending")
+
+    @changes
+    def advance(self, version: int, *, trained: int | None = None) -> None:
+        """Report the trainer's version, and the last step that it has trained.
+
+        Args:
+            version: the number of updates of the weights so far; it never falls.
+            trained: the claims up to this step are trained. References that are not durable are released.
+        """
+        book = self._book
+        if version < book.version:
+            raise ValueError(f"version is {version}, below {book.version}. Versions never fall; use restore().")
+        book.version, book.callbacks.changed = version, True
+        if trained is not None:
+            book.train(trained)
+            if not self._checkpoints:
+                book.apply(trained)
+        if book.callbacks.file is not None:
+            book.callbacks.file.hurry()
+
+    @changes
+    def claim(self, step: int, count: int, *, minimum: int | None = None) -> Claim | Shortage:
+        """Let a step have `count` finished groups, or change nothing but groups that are too old.
+
+        The same call can be repeated: a step that has its groups gets the same ones again, and one that has lost some
+        to `drop` gets others for them. Groups that are too old are requeued or dropped first. A claim never has a group
+        whose oldest version is more than `max_staleness` below the version that the step updates.
+
+        Args:
+            step: the step that trains them.
+            count: the groups of the step. It uses up so many of the `groups_per_version`, even if it takes fewer.
+            minimum: take fewer groups, down to this number.
+
+        Returns:
+            A `Claim` with all groups of the step, or a `Shortage`.
+        """
+        book, config = self._book, self._config
+        least = count if minimum is None else minimum
+        if not 1 <= least <= count:
+            raise ValueError(f"count is {count} and minimum is {least}; it must be 1 <= minimum <= count.")
+        if book.last_trained is not None and step <= book.last_trained:
+            raise ValueError(f"step is {step}, and step {book.last_trained} has been trained. Claim for a later step.")
+        if config.most_open is not None and count > config.most_open:
+            raise ValueError(
+                f"count is {count}, but at most {config.most_open} groups can be open. Raise max_open or lookahead."
+            )
+        claim = book.steps.get(step)
+        if claim is None:
+            version, left = book.next_place
+            claim = StepClaim(version, 0)
+        else:
+            version = claim.version
+            left = config.groups_per_version - book.count_places(version)
+        places = max(0, count - claim.places)  # of the version, beyond what the step has
+        if places > left:
+            raise ValueError(
+                f"count is {count}, but {left + claim.places} of the {config.groups_per_version} groups of version "
+                f"{version} are left. A claim belongs to one version: claim fewer groups, or raise groups_per_version."
+            )
+        had = len(claim.prompt_ids)
+        if had >= least:
+            return self._as_claim(step, claim)
+        self._evict(version)
+        oldest_first = isinstance(config.policy, OldestFirst)
+        finished = sorted(
+            book.by_state["finished"].values(),
+            key=lambda record: (record.oldest if oldest_first else 0, record.prompt_id),
+        )
+        chosen, others = finished[: count - had], finished[count - had :]
+        have = had + len(chosen)
+        if have < least:
+            open_groups = had + len(finished) + len(book.by_state["leased"]) + len(book.by_state["pending"])
+            return Shortage("exhausted" if self._exhausted and open_groups < least else "not_enough", have, least)
+        if config.on_stale == "wait" and places:
+            others += [*book.by_state["leased"].values(), *book.list_held()]
+            if blocked_by := find_blockers(others, config, version=version, left=left - places):
+                book.counters.waits += 1
+                book.counters.blocked_by = blocked_by
+                return Shortage("wait", have, least, blocked_by)
+        self._take(step, claim, chosen, places)
+        return self._as_claim(step, claim)
+
+    def _take(self, step: int, claim: StepClaim, records: list[Record], places: int) -> None:
+        book = self._book
+        for record in records:
+            record.step, record.version = step, claim.version
+            book.move(record, "claimed")
+            book.counters.staleness[claim.version - record.oldest] += 1
+        claim.prompt_ids.extend([record.prompt_id for record in records])
+        claim.places += places
+        claim.unfilled = max(0, claim.unfilled - len(records))
+        book.steps[step] = claim
+
+    def _as_claim(self, step: int, claim: StepClaim) -> Claim:
+        groups = [self._book.records[prompt_id].as_group() for prompt_id in claim.prompt_ids]
+        return Claim(step, claim.version, tuple(groups))
+
+    @changes
+    def drop(self, prompt_ids: Iterable[int], reason: str) -> None:
+        """Drop finished or claimed groups, for example groups without a signal. Their prompts are not generated again.
+
+        A step whose groups are dropped can claim others for them.
+        """
+        prompt_ids = list(dict.fromkeys(prompt_ids))
+        for prompt_id in prompt_ids:
+            state = self.state(prompt_id)
+            if state not in ("finished", "claimed"):
+                raise ValueError(f"Prompt {prompt_id} is {state!r}; only finished and claimed groups can be dropped.")
+        for prompt_id in prompt_ids:
+            record = self._book.records[prompt_id]
+            if record.step is not None:
+                claim = self._book.steps[record.step]
+                claim.prompt_ids.remove(prompt_id)
+                claim.unfilled += 1
+                record.step = None
+            self._book.drop(record, reason)
+
+    @changes
+    def evict(self) -> int:
+        """Requeue or drop the groups that the next claim finds too old, as `on_stale` says.
+
+        Returns:
+            The number of groups.
+        """
+        return self._evict(self._book.next_place[0])
+
+    def _evict(self, version: int) -> int:
+        bound, book = self._config.max_staleness, self._book
+        limit = -1 if bound is None else version - bound
+        finished = book.by_state["finished"].values()
+        stale = [record for record in [*finished, *book.list_held()] if record.oldest < limit]
+        for record in stale:
+            if self._config.on_stale == "drop":
+                book.drop(record, "stale")
+                continue
+            book.counters.requeued[record.attempt] += 1
+            book.discard(record, "stale")
+            book.end_lease(record, "pending")
+        return len(stale)
 
 
 def _check_prompt(prompt: Any) -> Any:
@@ -281,3 +433,30 @@ def _check_prompt(prompt: Any) -> Any:
         )
     # As the next process reads it: a tuple has become a list.
     return json.loads(text)
+
+
+def find_blockers(records: Sequence[Record], config: LedgerConfig, *, version: int, left: int) -> tuple[int, ...]:
+    """Return the unfinished groups that must end before a claim, so that no group misses its deadline.
+
+    A group must be trained at its oldest version plus K. After the claim, `left` places remain in its `version` and
+    `groups_per_version` in each later one. If more of the groups that it leaves behind are due by some version than
+    there are places up to it, the unfinished ones among them block the claim. If all of them are finished, waiting does
+    not help, and the claim is not blocked.
+    """
+    bound = config.max_staleness
+    assert bound is not None
+    due = [0] * (bound + 1)  # the groups by their last version, counted from that of the claim
+    for record in records:
+        later = record.oldest + bound - version
+        if 0 <= later <= bound:
+            due[later] += 1
+    total = 0
+    for later, count in enumerate(due):
+        total += count
+        if total > left + later * config.groups_per_version:
+            last = version + later - bound
+            unfinished = [record for record in records if record.state != "finished"]
+            blockers = [record.prompt_id for record in unfinished if version - bound <= record.oldest <= last]
+            if blockers:
+                return tuple(sorted(blockers))
+    return ()
