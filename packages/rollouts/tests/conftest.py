@@ -27,6 +27,14 @@ def releases():
 
 
 @pytest.fixture
+def no_thread(monkeypatch):
+    """Let the file be written by the calls of a test only."""
+    from fairlead_rollouts._file import SnapshotFile
+
+    monkeypatch.setattr(SnapshotFile, "_run", lambda file: None)
+
+
+@pytest.fixture
 def make_ledger(releases):
     """Return a maker of ledgers with small groups, one group per version and ten prompts, and no checkpoints."""
     from fairlead_rollouts import Ledger, LedgerConfig

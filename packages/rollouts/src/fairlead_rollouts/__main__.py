@@ -12,6 +12,8 @@ from ._snapshot import NAME, read_snapshot
 from ._statistics import draw_bars
 from .exceptions import SnapshotError
 
+FATES = {"open": 0, "applied": APPLIED, "dropped": DROPPED}
+
 
 def describe(path: Path) -> str:
     """Return what a snapshot holds."""
@@ -20,14 +22,7 @@ def describe(path: Path) -> str:
     moment = "after the last change" if saved.step is None else f"of step {saved.step}"
     parts = [
         f"Snapshot {moment} at version {saved.version}",
-        draw_bars(
-            "groups",
-            {
-                "open": saved.fates.count(0),
-                "applied": saved.fates.count(APPLIED),
-                "dropped": saved.fates.count(DROPPED),
-            },
-        ),
+        draw_bars("groups", {name: saved.fates.count(fate) for name, fate in FATES.items()}),
         f"The next prompt is {len(saved.fates)}. Every prompt below {saved.fates.find(0)} is applied or dropped.",
         f"{len(samples)} durable samples of open groups are listed.",
     ]

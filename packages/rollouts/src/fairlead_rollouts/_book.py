@@ -86,6 +86,7 @@ class Book:
         self.last_trained: int | None = None
         self.last_applied: int | None = None  # the last step that a checkpoint covers
         self.prepared: dict[int, int] = {}  # the version of each step whose checkpoint is being written
+        self.source_ended = False
         self.counters = Counters()
 
     # Moves.
@@ -181,17 +182,6 @@ class Book:
     def list_held(self) -> list[Record]:
         """Return the pending groups that hold samples."""
         return [record for record in self.by_state["pending"].values() if record.samples]
-
-    def choose_pending(self, count: int, room: int) -> list[Record]:
-        """Return up to `count` pending groups, lowest prompt id first, at most `room` without samples."""
-        chosen: list[Record] = []
-        for _, record in sorted(self.by_state["pending"].items()):
-            if len(chosen) == count:
-                break
-            if record.samples or room > 0:
-                room -= not record.samples
-                chosen.append(record)
-        return chosen
 
     def count_places(self, version: int) -> int:
         """Return how many groups of a version are taken by steps."""

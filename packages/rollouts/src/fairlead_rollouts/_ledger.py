@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from ._book import APPLIED
 from ._callbacks import Callbacks, changes
 from ._file import SnapshotFile
 from ._model import LedgerConfig, Ref
@@ -170,16 +171,13 @@ class Ledger(Transitions):
             options: as for a new ledger.
         """
         ledger = cls(config, source, **options)
-        saved = Snapshot([], step, version, config.group_size, step, step, [], [], b"", b"\1" * prompt_id, [])
-        ledger._continue(saved, step, version)
+        book = ledger._book
+        book.version, book.last_trained, book.last_applied = version, step, step
+        book.fates = bytearray([APPLIED]) * prompt_id
+        ledger._source.restore(b"", prompt_id)
         if file is not None:
             ledger._use(SnapshotFile(Path(file)), new=True)
         return ledger
-
-    def _continue(self, saved: Snapshot, step: int, version: int, exists: Callable[[Ref], bool] | None = None) -> None:
-        self._runs = [*saved.runs, *self._runs]
-        self._book.restore(saved, step=step, version=version, exists=exists)
-        self._source.restore(saved.source, len(saved.fates))
 
     @classmethod
     def restore(
@@ -223,7 +221,9 @@ class Ledger(Transitions):
             saved = choose_snapshot(opened.path if opened else None, path, step, config.group_size)
             ledger = cls(config, source, **options)
             ledger._book.callbacks.file = opened  # payloads that it lists are released after it is written again
-            ledger._continue(saved, step, version, exists)
+            ledger._runs = [*saved.runs, *ledger._runs]
+            ledger._book.restore(saved, step=step, version=version, exists=exists)
+            ledger._source.restore(saved.source, len(saved.fates))
         except BaseException:
             if opened is not None:
                 opened.close()

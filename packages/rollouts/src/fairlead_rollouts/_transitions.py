@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._book import DROPPED, Book, Record, StepClaim
+from ._book import DROPPED, OPEN, Book, Record, StepClaim
 from ._callbacks import Callbacks, changes
 from ._model import Claim, Lease, LedgerConfig, OldestFirst, Ref, Sample, Shortage, State
 from ._sources import PromptSource, SequenceStream
@@ -30,7 +30,6 @@ class Transitions:
     ) -> None:
         self._book, self._config, self._run, self._checkpoints = Book(config, callbacks), config, run, checkpoints
         self._source: PromptSource = SequenceStream(source) if isinstance(source, Sequence) else source
-        self._exhausted = False
         self._sequence = 0
         self._samples = tuple(range(config.group_size))
         self._lock = threading.RLock()
@@ -54,7 +53,9 @@ class Transitions:
     def exhausted(self) -> bool:
         """Whether the source has ended and no open group can be leased again."""
         states = self._book.by_state
-        return self._exhausted and not any(states[state] for state in ("pending", "leased", "finished", "claimed"))
+        return self._book.source_ended and not any(
+            states[state] for state in ("pending", "leased", "finished", "claimed")
+        )
 
     def state(self, prompt_id: int) -> State:
         """Return the state of a group."""
@@ -97,16 +98,18 @@ class Transitions:
             raise ValueError(f"serving_version is {start}, and the trainer is at {book.version}. Call advance() first.")
         room = book.room
         self._pull(min(count, room + len(book.list_held())) - len(book.by_state["pending"]))
-        pending = book.choose_pending(count, room)
-        return [self._make_lease(record, start, deadline) for record in pending]
+        pending = [record for _, record in sorted(book.by_state["pending"].items())]
+        # A group that holds samples has its room already.
+        chosen = [record for record in pending if record.samples or (room := room - 1) >= 0][:count]
+        return [self._make_lease(record, start, deadline) for record in chosen]
 
     def _pull(self, count: int) -> None:
         """Make prompts of the source pending. An error leaves those before it pending."""
-        while count > 0 and not self._exhausted:
+        while count > 0 and not self._book.source_ended:
             try:
                 prompt = self._source.get(len(self._book.fates))
             except IndexError:
-                self._exhausted = self._book.callbacks.changed = True
+                self._book.source_ended = self._book.callbacks.changed = True
                 return
             self._book.open(_check_prompt(prompt))
             count -= 1
@@ -353,7 +356,7 @@ class Transitions:
         have = had + len(chosen)
         if have < least:
             open_groups = had + len(finished) + len(book.by_state["leased"]) + len(book.by_state["pending"])
-            return Shortage("exhausted" if self._exhausted and open_groups < least else "not_enough", have, least)
+            return Shortage("exhausted" if book.source_ended and open_groups < least else "not_enough", have, least)
         if config.on_stale == "wait" and places:
             others += [*book.by_state["leased"].values(), *book.list_held()]
             if blocked_by := find_blockers(others, config, version=version, left=left - places):

@@ -24,18 +24,68 @@ def refuses(ledger, call, match):
     check(ledger)
 
 
-def states(ledger, count):
-    return [ledger.state(prompt_id) for prompt_id in range(count)]
+def bring(ledger, finish, folder, state):
+    """Bring prompt 0 into a state, and return its lease."""
+    [lease] = ledger.lease(1, deadline=5.0)
+    if state == "pending":
+        ledger.cancel(lease)
+    if state in ("finished", "claimed", "trained", "applied", "dropped"):
+        finish(ledger, [lease])
+    if state in ("claimed", "trained", "applied"):
+        ledger.claim(1, 1)
+    if state in ("trained", "applied"):
+        ledger.advance(0, trained=1)
+        ledger.prepare(1, folder)
+    if state == "applied":
+        ledger.commit(1)
+    if state == "dropped":
+        ledger.drop([0], "no_signal")
+    return lease
+
+
+ROWS = [
+    ("pending", lambda ledger, lease: ledger.lease(1), "leased", None),
+    ("leased", lambda ledger, lease: ledger.fail(lease, reason="it broke"), "pending", None),
+    ("leased", lambda ledger, lease: ledger.expire(5.0) == [lease], "pending", None),
+    ("leased", lambda ledger, lease: ledger.expire(4.9) == [], "leased", None),
+    ("leased", lambda ledger, lease: ledger.cancel(lease), "pending", None),
+    ("finished", lambda ledger, lease: ledger.claim(1, 1), "claimed", None),
+    ("finished", lambda ledger, lease: ledger.drop([0], "no_signal") is None, "dropped", "no_signal"),
+    ("finished", lambda ledger, lease: ledger.advance(2) is None and ledger.evict() == 1, "pending", "stale"),
+    ("claimed", lambda ledger, lease: ledger.drop([0], "no_signal") is None, "dropped", "no_signal"),
+    ("claimed", lambda ledger, lease: ledger.advance(1, trained=1) is None, "trained", None),
+    ("trained", lambda ledger, lease: ledger.commit(1) is None, "applied", "applied"),
+]
+
+
+@pytest.mark.parametrize(("before", "call", "after", "reason"), ROWS)
+def test_table(make_ledger, finish, releases, tmp_path, before, call, after, reason):
+    """Each row of the table in the README, and what it releases."""
+    ledger = make_ledger(checkpoints=True, on_stale="requeue")
+    lease = bring(ledger, finish, tmp_path, before)
+    assert ledger.state(0) == before
+    assert call(ledger, lease)
+    assert ledger.state(0) == after
+    assert set(releases.reasons().values()) == ({reason} if reason else set())
+    check(ledger)
+
+
+@pytest.mark.parametrize("state", ["pending", "leased", "finished", "claimed", "trained", "applied", "dropped"])
+def test_refusals(make_ledger, finish, releases, tmp_path, state):
+    """A late result returns False and is released, and only finished and claimed groups can be dropped."""
+    ledger = make_ledger(checkpoints=True)
+    lease = bring(ledger, finish, tmp_path, state)
+    if state not in ("finished", "claimed"):
+        refuses(ledger, lambda: ledger.drop([0], "late"), f"Prompt 0 is {state!r}")
+    if state != "leased":
+        assert not ledger.finish(lease, 0, Ref("late"))
+        assert not ledger.fail(lease, reason="late")
+        assert not ledger.cancel(lease)
+        assert releases.reasons()["late"] == "fenced"
+        assert (ledger.state(0), ledger.statistics().fenced) == (state, 1)
 
 
 # The rollout side.
-
-
-@pytest.mark.parametrize("prompt", [object(), "x" * 5000], ids=["object", "long"])
-def test_wrong_prompts(make_ledger, prompt):
-    """A prompt is a short JSON value."""
-    ledger = make_ledger([prompt])
-    refuses(ledger, lambda: ledger.lease(1), "prompt")
 
 
 def test_lease(make_ledger):
@@ -43,10 +93,8 @@ def test_lease(make_ledger):
     ledger = make_ledger()
     first, second = ledger.lease(2)
     assert (first.prompt_id, first.samples, first.prompt, first.start_version) == (0, (0, 1), "prompt 0", 0)
-    assert first.attempt == 1
-    assert first.token >> 32 == second.token >> 32
+    assert (first.attempt, first.token >> 32) == (1, second.token >> 32)
     assert first.token != second.token
-    assert ledger.room() == 2
     leases = ledger.lease(9)
     assert [lease.prompt_id for lease in leases] == [2, 3]
     assert ledger.lease(9) == []
@@ -110,79 +158,25 @@ def test_finish_many(make_ledger, releases):
     refuses(ledger, lambda: ledger.finish_many([*results, (second, 2, Ref("c"))]), "sample is 2")
     again = first, 0, Ref("0-0", durable=True)
     assert ledger.finish_many([*results, again, (first, 0, Ref("b"))]) == [True, True, True, True, False, False]
-    assert states(ledger, 2) == ["finished", "finished"]
     assert releases.reasons() == {"b": "fenced"}
 
 
-@pytest.mark.parametrize("late", ["cancelled", "failed", "expired", "applied"])
-def test_late_results_are_fenced(make_ledger, finish, releases, late):
-    """A late result returns False, is counted, and its reference is released."""
-    ledger = make_ledger()
-    [lease] = ledger.lease(1, deadline=5.0)
-    match late:
-        case "cancelled":
-            ledger.cancel(lease)
-        case "failed":
-            ledger.fail(lease, reason="it broke")
-        case "expired":
-            ledger.expire(5.0)
-        case "applied":
-            finish(ledger, [lease])
-            ledger.claim(1, 1)
-            ledger.advance(1, trained=1)
-    before = ledger.state(0)
-    assert not ledger.finish(lease, 0, Ref("late"))
-    assert not ledger.fail(lease, reason="late")
-    assert not ledger.cancel(lease)
-    assert ledger.state(0) == before
-    assert ledger.statistics().fenced == 1
-    assert releases.reasons()["late"] == "fenced"
-
-
-@pytest.mark.parametrize(
-    ("versions", "message"),
-    [
-        ({"newest_version": 3}, "newest_version is 3"),
-        ({"oldest_version": 2, "newest_version": 1}, "oldest_version is 2 and newest_version is 1"),
-        ({"oldest_version": -1}, "oldest_version is -1"),
-    ],
-)
-def test_wrong_versions(make_ledger, versions, message):
-    """Versions ascend, and are not newer than the trainer."""
-    ledger = make_ledger(max_staleness=4)
-    ledger.advance(2)
-    [lease] = ledger.lease(1)
-    refuses(ledger, lambda: ledger.finish(lease, 0, Ref("a"), **versions), message)
-
-
-def test_a_failed_sample_is_generated_again(make_ledger, releases):
-    """With retry "sample" the next lease is for the failed samples only, and costs no room."""
-    ledger = make_ledger(group_size=3)
+@pytest.mark.parametrize("retry", ["sample", "group"])
+def test_a_failure(make_ledger, releases, retry):
+    """With retry "sample" the next lease is for the failed samples only; with "group" the others are released."""
+    ledger = make_ledger(group_size=3, completeness=Completeness(retry=retry))
     [lease] = ledger.lease(1)
     ledger.lease(3)
     ledger.finish(lease, 0, Ref("a"))
     assert ledger.fail(lease, [1], reason="out of memory")
     assert ledger.state(0) == "leased"
     ledger.finish(lease, 2, Ref("c"))
-    assert ledger.state(0) == "pending"
-    assert ledger.room() == 1
+    assert (ledger.state(0), ledger.room()) == ("pending", 1)
     [again] = ledger.lease(9)
-    assert (again.prompt_id, again.samples, again.attempt) == (0, (1,), 2)
+    assert (again.samples, again.attempt) == ((1,) if retry == "sample" else (0, 1, 2), 2)
     assert "A sample has failed: out of memory." in ledger.explain(0)
-    assert ledger.finish(again, 1, Ref("b"))
-    assert [sample.ref.value for sample in ledger.claim(1, 1).groups[0].samples] == ["a", "b", "c"]
-    assert releases == []
-
-
-def test_a_failed_group_is_generated_again(make_ledger, releases):
-    """With retry "group" the finished samples are released, and counted as regenerated."""
-    ledger = make_ledger(completeness=Completeness(retry="group"))
-    [lease] = ledger.lease(1)
-    ledger.finish(lease, 0, Ref("a"))
-    ledger.fail(lease, reason="out of memory")
-    assert releases.reasons() == {"a": "retried"}
-    assert ledger.lease(1)[0].samples == (0, 1)
-    assert ledger.statistics().regenerated == 1
+    assert releases.reasons() == ({} if retry == "sample" else {"a": "retried", "c": "retried"})
+    assert ledger.statistics().regenerated == len(releases)
 
 
 @pytest.mark.parametrize("min_samples", [2, 3])
@@ -202,18 +196,6 @@ def test_no_attempt_is_left(make_ledger, releases, min_samples):
     assert ledger.state(0) == "dropped"
     assert releases.reasons() == {0: "failed", 1: "failed"}
     assert ledger.statistics().drops == {"failed": 1}
-
-
-def test_expire(make_ledger):
-    """Leases fail at their deadline, and are returned to be aborted."""
-    ledger = make_ledger()
-    [first] = ledger.lease(1, deadline=5.0)
-    [second] = ledger.lease(1, deadline=6.0)
-    ledger.lease(1)
-    assert ledger.expire(4.9) == []
-    assert ledger.expire(5.0) == [first]
-    assert states(ledger, 3) == ["pending", "leased", "leased"]
-    assert ledger.expire(9.0) == [second]
 
 
 # The trainer side.
@@ -265,58 +247,34 @@ def test_a_short_step_uses_up_its_places(make_ledger, finish):
     check(ledger)
 
 
-def test_drop(make_ledger, finish, releases):
-    """A filter drops finished and claimed groups, and their places can be claimed again for the same step."""
+def test_drop(make_ledger, finish):
+    """The places of groups that a filter drops can be claimed again for the same step, until it is trained."""
     ledger = make_ledger()
     finish(ledger, ledger.lease(4))
     ledger.claim(1, 2)
     ledger.drop([0, 3], "no_signal")
-    assert set(releases.reasons().values()) == {"no_signal"}
     assert [group.prompt_id for group in ledger.claim(1, 2).groups] == [1, 2]
     ledger.advance(1, trained=1)
-    assert states(ledger, 4) == ["dropped", "applied", "applied", "dropped"]
+    assert [ledger.state(prompt_id) for prompt_id in range(4)] == ["dropped", "applied", "applied", "dropped"]
     assert ledger.statistics().drops == {"no_signal": 2}
-
-
-def test_advance(make_ledger, finish, releases):
-    """Trained groups are applied, and their references are released."""
-    ledger = make_ledger()
-    finish(ledger, ledger.lease(4))
-    ledger.claim(1, 2)
-    ledger.claim(2, 2)
-    ledger.advance(0, trained=1)
-    assert states(ledger, 4) == ["applied", "applied", "claimed", "claimed"]
-    assert set(releases.reasons().values()) == {"applied"}
-    ledger.advance(2, trained=2)
-    assert len(releases) == 8
-    refuses(ledger, lambda: ledger.advance(1), "version is 1, below 2")
-    refuses(ledger, lambda: ledger.claim(2, 1), "step 2 has been trained")
+    refuses(ledger, lambda: ledger.advance(0), "version is 0, below 1")
+    refuses(ledger, lambda: ledger.claim(1, 1), "step 1 has been trained")
 
 
 # Staleness.
 
 
-def test_stale_groups_are_requeued(make_ledger, finish, releases):
-    """With "requeue" a group that is too old is generated again."""
-    ledger = make_ledger(max_staleness=0, on_stale="requeue")
+@pytest.mark.parametrize("on_stale", ["requeue", "drop"])
+def test_stale_groups(make_ledger, finish, on_stale):
+    """A group that is too old is generated again, or gone."""
+    ledger = make_ledger(max_staleness=0, on_stale=on_stale)
     finish(ledger, ledger.lease(2))
     ledger.advance(1)
     assert ledger.statistics().oldest_open == 1
     assert ledger.claim(1, 1) == Shortage("not_enough", 0, 1)
-    assert states(ledger, 2) == ["pending", "pending"]
-    assert set(releases.reasons().values()) == {"stale"}
     numbers = ledger.statistics()
-    assert (numbers.requeued, numbers.regenerated, numbers.room) == ({1: 2}, 4, 2)
-    assert ledger.lease(1)[0].samples == (0, 1)
-
-
-def test_stale_groups_are_dropped(make_ledger, finish):
-    """With "drop" a group that is too old is gone."""
-    ledger = make_ledger(max_staleness=0, on_stale="drop")
-    finish(ledger, ledger.lease(2))
-    ledger.advance(1)
-    assert (ledger.evict(), ledger.evict()) == (2, 0)
-    assert ledger.statistics().drops == {"stale": 2}
+    assert (numbers.requeued, numbers.drops) == (({1: 2}, {}) if on_stale == "requeue" else ({}, {"stale": 2}))
+    assert ledger.lease(1)[0].prompt_id == (0 if on_stale == "requeue" else 2)
 
 
 @pytest.mark.parametrize("end", ["finished", "expired"])
@@ -362,13 +320,16 @@ def test_exhausted(make_ledger, finish):
         (lambda ledger, lease: ledger.state(-1), "prompt_id is -1"),
         (lambda ledger, lease: ledger.finish(lease, 2, Ref("a")), "2 samples, counted from 0"),
         (lambda ledger, lease: ledger.fail(lease, [2], reason="it broke"), "2 samples, counted from 0"),
-        (lambda ledger, lease: ledger.drop([0], "late"), "Prompt 0 is 'leased'"),
+        (lambda ledger, lease: ledger.finish(lease, 0, Ref("a"), newest_version=3), "newest_version is 3"),
+        (lambda ledger, lease: ledger.finish(lease, 0, Ref("a"), newest_version=0), "oldest_version is 1 and newest"),
+        (lambda ledger, lease: ledger.finish(lease, 0, Ref("a"), oldest_version=-1), "oldest_version is -1"),
         (lambda ledger, lease: ledger.drop([9], "late"), "Prompt 9 is 'unseen'"),
+        (lambda ledger, lease: ledger.lease(3), "A prompt must be a JSON value"),
     ],
 )
 def test_wrong_arguments(make_ledger, call, message):
     """Wrong arguments are refused with what was found, and change nothing."""
-    ledger = make_ledger()
+    ledger = make_ledger(["first", object()])
     ledger.advance(1)
     [lease] = ledger.lease(1)
     refuses(ledger, lambda: call(ledger, lease), message)
