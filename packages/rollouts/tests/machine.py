@@ -4,7 +4,6 @@
 import os
 import shutil
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -54,7 +53,7 @@ class Machine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(dir=FAST))
         self.file = None if mode == "directory" else self.folder / "ledger"
         self.ledger = Ledger(config, list(range(PROMPTS)), file=self.file, on_release=self.release)
-        self.save_to_disk(commit=False)
+        self.save(commit=False)
 
     # The model: the references that are alive, the final fates, the claims that are not trained.
 
@@ -82,8 +81,8 @@ class Machine(RuleBasedStateMachine):
         assert len(leases) <= min(count, room)
         return multiple(*leases)
 
-    @rule(lease=leases, sample=st.integers(0, 2), lag=st.integers(0, 2))
-    def seal(self, lease, sample, lag):
+    @rule(lease=leases, sample=st.integers(0, 2))
+    def finish_one(self, lease, sample):
         if sample < self.config.group_size:
             owed = self.owes(lease, sample)
             assert self.ledger.finish(lease, sample, self.ref()) is owed
@@ -122,9 +121,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), minimum=st.none() | st.just(1))
     def claim(self, count, minimum):
-        self.claim_some(count, minimum)
-
-    def claim_some(self, count, minimum):
         left = self.ledger._book.next_place[1]
         count = min(count, left, self.config.most_open or count)
         found = self.ledger.claim(self.step + 1, count, minimum=minimum)
@@ -150,8 +146,8 @@ class Machine(RuleBasedStateMachine):
             leases = self.ledger.lease(6)
             for lease in leases[late:]:
                 self.finish_all_of(lease)
-            self.claim_some(4, 1)
-            self.advance_by(update)
+            self.claim(4, 1)
+            self.advance(update)
 
     @rule(data=st.data())
     def drop(self, data):
@@ -166,9 +162,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(update=st.booleans())
     def advance(self, update):
-        self.advance_by(update)
-
-    def advance_by(self, update):
         self.version += update
         trained = min(self.steps, default=None)
         self.ledger.advance(self.version, trained=trained)
@@ -184,9 +177,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(commit=st.booleans())
     def save(self, commit):
-        self.save_to_disk(commit)
-
-    def save_to_disk(self, commit):
         step = min(self.steps, default=self.step + 1) - 1
         if self.saved and step < self.saved[-1]["step"]:
             return
@@ -240,10 +230,9 @@ class Machine(RuleBasedStateMachine):
         newest = [sample.newest_version for record in records for sample in record.samples.values()]
         assert max(newest, default=0) <= self.version
         # Admission counts what the steps of the checkpoint took from the current version.
-        taken = Counter()
-        for version, places in self.places.values():
-            taken[version] += places if version >= self.version else 0
-        assert all(self.ledger._book.count_places(version) == places for version, places in taken.items())
+        for version in {version for version, _ in self.places.values() if version >= self.version}:
+            places = sum(count for taken, count in self.places.values() if taken == version)
+            assert self.ledger._book.count_places(version) == places
 
     def kill(self):
         """Unlock the file without a last write."""
@@ -278,12 +267,10 @@ class Machine(RuleBasedStateMachine):
     def finish_everything(self):
         for _ in range(200):
             for lease in [record.lease for record in self.ledger._book.by_state["leased"].values()]:
-                for sample in range(self.config.group_size):
-                    self.ledger.finish(lease, sample, self.ref())
-            while self.ledger.room() and (leases := self.ledger.lease(min(self.ledger.room(), 10))):
+                self.finish_all_of(lease)
+            while leases := self.ledger.lease(10):
                 for lease in leases:
-                    for sample in lease.samples:
-                        assert self.ledger.finish(lease, sample, self.ref())
+                    self.finish_all_of(lease)
             left = self.ledger._book.next_place[1]
             claim = self.ledger.claim(self.step + 1, min(left, self.config.most_open or left), minimum=1)
             self.step += 1

@@ -31,16 +31,9 @@ class Outcome:
 def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=None, steps=60, minimum=None):
     """Train so many steps, and raise an error if no event is left before that.
 
-    Args:
-        bound: K; None for the admission of K = 1 without a bound at the claim.
-        places: groups for each version.
-        seed: of the durations.
-        on_stale: of the ledger.
-        lag: versions by which generators lag behind.
-        prefetch: steps that are claimed before the current one has been trained.
-        batch: groups in each step; all of a version by default.
-        steps: how many.
-        minimum: of each claim.
+    A bound of None has the admission of K = 1 without a bound at the claim. `places` are groups for each version,
+    `batch` those of each step, `lag` versions by which generators lag behind, and `prefetch` the steps that are claimed
+    before the current one has been trained.
     """
     batch = batch or places
     gate = 1 if bound is None else bound
@@ -67,7 +60,7 @@ def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=N
                     finishing, (now + (draw.randint(20, 60) if is_slow else draw.randint(1, 3)), lease.token, lease)
                 )
         while len(queue) <= prefetch:
-            count = min(batch, left_of(ledger))
+            count = min(batch, ledger._book.next_place[1])
             claim = ledger.claim(step + 1, count, minimum=minimum)
             if not isinstance(claim, Claim):
                 break
@@ -99,10 +92,6 @@ def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=N
     return outcome
 
 
-def left_of(ledger):
-    return ledger._book.next_place[1]
-
-
 def table():
     """Yield a line for each policy, for 120 steps in 40 orders."""
     for bound, places in ((1, 4), (2, 8)):
@@ -113,11 +102,14 @@ def table():
             ("drop", {"bound": bound, "on_stale": "drop"}),
         ):
             runs = [simulate(places=places, seed=seed, steps=120, **options) for seed in range(40)]
-            trained = sum(one.trained for one in runs)
-            slow = sum(one.slow_trained for one in runs) / trained
-            lost, ticks = sum(one.lost for one in runs) / 40, sum(one.ticks for one in runs) / 40
-            worst = max(one.worst for one in runs)
-            yield f"K {bound}, P {places}, {title}: {worst}, slow {slow:.1%}, lost {lost:.0f}, ticks {ticks:.0f}"
+            slow, trained, lost, ticks = (
+                sum(getattr(run, name) for run in runs) for name in ("slow_trained", "trained", "lost", "ticks")
+            )
+            worst = max(run.worst for run in runs)
+            yield (
+                f"K {bound}, P {places}, {title}: {worst}, slow {slow / trained:.1%}, lost {lost / 40:.0f}, "
+                f"ticks {ticks / 40:.0f}"
+            )
 
 
 if __name__ == "__main__":

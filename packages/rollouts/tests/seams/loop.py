@@ -13,7 +13,6 @@ import copy
 import json
 import logging
 import os
-import random
 import signal
 import sys
 import time
@@ -21,29 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
+from adapters import Dataset, first, make_args
 from conftest import import_seam
 
-BATCH, SIZE, PROMPTS, EVERY, STALENESS, DEADLINE_S = 4, 2, 30, 5, 2, 1.0
+BATCH, PROMPTS, EVERY, STALENESS, DEADLINE_S = 4, 30, 5, 2, 1.0
 OLD_ROLLOUTS = 5  # of the run that began without a ledger
 versions = [1]  # of the weights that the engines serve; a new process counts from the beginning
 attempts = {}
-
-
-class Dataset:
-    """In place of the framework's, which needs a tokenizer: each epoch has its own order."""
-
-    def __init__(self, sample):
-        self.sample = sample
-        self.shuffle(0)
-
-    def shuffle(self, epoch):
-        order = list(range(PROMPTS))
-        random.Random(epoch).shuffle(order)
-        self.samples = [self.sample(prompt=f"{epoch}:{place}") for place in order]
-
-    def __len__(self):
-        return PROMPTS
 
 
 class GenerateState:
@@ -67,10 +52,6 @@ async def generate(group):
     if prompt_id % 5 == 0:
         return [[sample, copy.deepcopy(sample)] for sample in group]
     return group
-
-
-def first(group):
-    return group[0][0] if isinstance(group[0], list) else group[0]
 
 
 class Slime:
@@ -166,36 +147,28 @@ class Miles:
         assert self.calls.call_rollout_function(self.function, request).data == {"math": {"rewards": [1.0]}}
 
 
-def make_args(name, folder):
+# Arguments of both frameworks that the loops read and that stay as they are by default.
+UNSET = (
+    "chat_template_path dump_details rollout_max_prompt_len input_key multimodal_keys label_key "
+    "metadata_key tool_key apply_chat_template_kwargs async_max_concurrent_samples rollout_submission_granularity "
+    "rollout_sample_filter_path"
+)
+
+
+def loop_args(folder):
     """Return the arguments as the driver has sent them: it did not know the first rollout then."""
-    return argparse.Namespace(
-        start_rollout_id=None,
-        save=str(folder / "save"),
-        load=str(folder / "save"),
+    return make_args(
+        folder / "save",
+        **dict.fromkeys(UNSET.split()),
         rollout_batch_size=BATCH,
-        n_samples_per_prompt=SIZE,
-        update_weights_interval=1,
         rollout_global_dataset=True,
-        rollout_shuffle=True,
         rollout_seed=0,
         prompt_data="prompts",
         hf_checkpoint="",
-        chat_template_path=None,
-        dump_details=None,
-        **dict.fromkeys(
-            ["rollout_max_prompt_len", "input_key", "multimodal_keys", "label_key", "metadata_key", "tool_key"]
-        ),
         apply_chat_template=False,
-        apply_chat_template_kwargs=None,
         sglang_server_concurrency=BATCH * 2,
         max_weight_staleness=STALENESS,
-        async_unused_samples_handler="retry",
-        async_data_buffer_capacity_factor=2.0,
-        async_max_concurrent_samples=None,
         custom_async_data_buffer_path="fairlead_rollouts.miles.LedgerDataBuffer",
-        rollout_submission_granularity=None,
-        dynamic_sampling_filter_path=None,
-        rollout_sample_filter_path=None,
         ledger_max_staleness=STALENESS,
         ledger_deadline_s=DEADLINE_S,
         ledger_missing="epoch",
@@ -212,14 +185,14 @@ class Recorder:
         self.file.write(json.dumps({"call": call, **values}) + "\n")
         self.file.flush()
 
-    def wrap(self, owner, name, lock, describe):
+    def wrap(self, owner, name, lock, describe, describe_result=lambda result: result):
         method = getattr(owner, name)
 
         def call(*args):
             with lock:
                 before = describe(*args)
                 result = method(*args)
-                self.write(name.strip("_"), **before, result=describe.result(result))
+                self.write(name.strip("_"), **before, result=describe_result(result))
                 return result
 
         setattr(owner, name, call)
@@ -230,44 +203,45 @@ def token(group):
     return first(group).metadata["ledger_token"] & 0xFFFFFFFF
 
 
-def describes(function, result=lambda value: value):
-    function.result = result
-    return function
-
-
 def record_source(source, recorder):
     """Record the calls that both frameworks make of a data source, and those of slime's rollout function."""
 
-    def leases(groups):
-        return [[group[0].group_index, token(group)] for group in groups]
+    def wrap(name, *describe):
+        recorder.wrap(source, name, source.lock, *describe)
 
-    def taken(value):
-        return value if isinstance(value, int) else [first(group).group_index for group in value]
-
-    describe = describes(lambda count: {"count": count, "now": time.monotonic()}, leases)
-    recorder.wrap(source, "get_samples", source.lock, describe)
-    recorder.wrap(source, "add_samples", source.lock, describes(lambda groups: {"leases": list(map(token, groups))}))
-    recorder.wrap(source, "save", source.lock, describes(lambda rollout_id: {"rollout": rollout_id}))
+    wrap(
+        "get_samples",
+        lambda count: {"count": count, "now": time.monotonic()},
+        lambda groups: [[group[0].group_index, token(group)] for group in groups],
+    )
+    wrap("add_samples", lambda groups: {"leases": list(map(token, groups))})
+    wrap("save", lambda rollout_id: {"rollout": rollout_id})
     if hasattr(source, "take"):
-        recorder.wrap(source, "begin", source.lock, describes(lambda rollout_id: {"rollout": rollout_id}))
-        describe = describes(lambda number, groups: {"rollout": number, "leases": list(map(token, groups))}, taken)
-        recorder.wrap(source, "take", source.lock, describe)
+        wrap("begin", lambda rollout_id: {"rollout": rollout_id})
+        wrap(
+            "take",
+            lambda rollout_id, groups: {"rollout": rollout_id, "leases": list(map(token, groups))},
+            lambda taken: taken if isinstance(taken, int) else [first(group).group_index for group in taken],
+        )
 
 
 def record_buffer(buffer, recorder):
     """Record what is put into a data buffer of miles and taken from it."""
 
-    def entry(value):
-        return None if value is None else first(value.group).group_index
-
-    def put(value):
+    def describe(value):
         samples = [sample for item in value.group for sample in (item if isinstance(item, list) else [item])]
         aborted = any(sample.status == sample.Status.ABORTED for sample in samples)
         versions = [sample.oldest_weight_version for sample in samples]
         return {"lease": token(value.prompt_group), "aborted": aborted, "versions": versions}
 
-    recorder.wrap(buffer, "_record", buffer._lock, describes(put))
-    recorder.wrap(buffer, "_take", buffer._lock, describes(lambda version: {"version": version}, entry))
+    recorder.wrap(buffer, "_record", buffer._lock, describe)
+    recorder.wrap(
+        buffer,
+        "_take",
+        buffer._lock,
+        lambda version: {"version": version},
+        lambda value: value and first(value.group).group_index,
+    )
 
 
 def begin_without_a_ledger(framework, args):
@@ -287,11 +261,11 @@ def save_model(args, rollout_id, trained):
 
 
 def run(framework, folder, last, *, crash):
-    """Train until a rollout, and return the prompts that the model was trained on."""
-    args = make_args(framework.adapter, folder)
+    """Train until a rollout, and report the fate of every prompt."""
+    args = loop_args(folder)
     module = framework.source_module
     sample = sys.modules[f"{framework.adapter}.utils.types"].Sample
-    module.Dataset = lambda *given, **options: Dataset(sample)
+    module.Dataset = lambda *given, **options: Dataset(PROMPTS, sample)
     module.load_tokenizer = module.load_processor = lambda *given, **options: None
     if not Path(args.save).exists():
         begin_without_a_ledger(framework, args)
@@ -331,19 +305,9 @@ def run(framework, folder, last, *, crash):
             recorder.write("evaluation", rollout=rollout_id)
     ledger = source.ledger
     numbers = ledger.statistics()
-    known = range(ledger._book.next)
-    states = [ledger.state(prompt_id) for prompt_id in known]
-    report = {
-        "rollouts": last + 1 - start,
-        "trained": trained,
-        "states": states,
-        "staleness": numbers.staleness,
-        "fenced": numbers.fenced,
-        "drops": numbers.drops,
-        "requeued": numbers.requeued,
-    }
+    report = {"trained": trained, "staleness": numbers.staleness, "fenced": numbers.fenced}
+    report["states"] = [ledger.state(prompt_id) for prompt_id in range(len(ledger._book.fates))]
     (folder / "report.json").write_text(json.dumps(report))
-    return report
 
 
 def main():

@@ -41,15 +41,15 @@ class Scenario(Machine):
 
     def claim_next(self):
         """Collect a batch, as a trainer does that prefetches."""
-        self.claim_some(2, None)
+        self.claim(2, None)
 
     def train_step(self):
         if not self.steps:
             self.claim_next()
-        self.advance_by(True)
+        self.advance(True)
 
     def save_all(self):
-        self.save_to_disk(commit=True)
+        self.save(commit=True)
 
     def restart(self):
         """Crash, and resume from the last checkpoint with as much work as a job has that never crashed."""

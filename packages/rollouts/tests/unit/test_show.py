@@ -14,12 +14,6 @@ groups
   pending           0
   leased            2 ████████████████████████████████████████
   finished          1 ████████████████████
-  claimed           0
-  trained           2 ████████████████████████████████████████
-  applied           0
-  dropped           0
-claimed groups by staleness
-  0                 2 ████████████████████████████████████████
 """
 
 

@@ -123,28 +123,6 @@ def test_commit(ledger, tmp_path, releases):
         ledger.prepare(3, tmp_path / "missing")
 
 
-@only_directory
-def test_payloads_that_are_gone(ledger, tmp_path):
-    """A payload that can no longer be read is generated again."""
-    ledger.prepare(1, tmp_path)
-    later = restore(tmp_path, exists=lambda ref: ref.value != "2-1 of 1")
-    assert later.state(2) == "pending"
-    assert later.lease(1)[0].samples == (1,)
-
-
-def test_references_that_are_not_durable(tmp_path, releases):
-    """They are released when trained, and regenerated after a crash."""
-    ledger = Ledger(CONFIG, PROMPTS, on_release=releases)
-    for lease in ledger.lease(4):
-        ledger.finish_many([(lease, sample, Ref((lease.prompt_id, sample))) for sample in lease.samples])
-    ledger.claim(1, 2)
-    ledger.advance(1, trained=1)
-    assert set(releases.reasons().values()) == {"trained"}
-    ledger.prepare(1, tmp_path)
-    later = Ledger.restore(CONFIG, PROMPTS, step=1, version=1, directory=tmp_path)
-    assert states(later, 4) == ["applied", "applied", "pending", "pending"]
-
-
 def test_a_run_that_began_without_a_ledger(finish, path, tmp_path):
     """`begin` continues after the steps of a job that has had no ledger, at the prompt that the caller names."""
     ledger = Ledger.begin(CONFIG, PROMPTS, step=7, version=7, prompt_id=5, file=path)
@@ -250,21 +228,6 @@ def test_a_branch_that_was_left(ledger, path, tmp_path):
         restore(file=tmp_path / "no file")
     with pytest.raises(ValueError, match="needs the directory of the checkpoint, or the file"):
         restore()
-
-
-def test_payloads_are_released_after_the_file(path, finish, releases, no_thread):
-    """A durable payload is released only when no file lists it any more; another one is released immediately."""
-    ledger = Ledger(CONFIG, PROMPTS, file=path, on_release=releases)
-    first, second = ledger.lease(2)
-    finish(ledger, [first])
-    ledger.finish_many([(second, sample, Ref(f"in memory {sample}")) for sample in second.samples])
-    ledger.flush()
-    ledger.drop([0, 1], "no_signal")
-    assert list(releases.reasons()) == ["in memory 0", "in memory 1"]
-    assert len(read_snapshot(path).groups[0][4]) == 2
-    ledger.flush()
-    assert len(releases) == 4
-    ledger.close()
 
 
 def test_it_is_written_in_the_background(path):
