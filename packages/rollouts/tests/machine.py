@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job and a model of it: `test_stateful` makes random calls, and `test_conformance` plays scenarios."""
+"""A job and a model of what it must do, for random calls and for scenarios."""
 
 import os
 import shutil

@@ -7,25 +7,13 @@
 import heapq
 import random
 import sys
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 from invariants import check
 
 from fairlead_rollouts import Claim, Ledger, LedgerConfig, OldestFirst, ReadyFirst, Ref
 
 SLOW_SHARE = 0.1
-
-
-@dataclass
-class Outcome:
-    """What one run came to."""
-
-    worst: int
-    slow_trained: int
-    trained: int
-    lost: int
-    ticks: float
-    waits: int
 
 
 def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=None, steps=60, minimum=None):
@@ -49,7 +37,7 @@ def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=N
     draw = random.Random(seed)
     ledger = Ledger(config, range(1_000_000))
     slow, finishing, queue = {}, [], []
-    now, step, trained, outcome = 0.0, 0, 0, Outcome(0, 0, 0, 0, 0.0, 0)
+    now, step, trained, outcome = 0.0, 0, 0, SimpleNamespace(worst=0, slow_trained=0, trained=0)
     ends, consumed, requested = None, {}, {}
     while trained < steps:
         while room := ledger.room():

@@ -10,6 +10,7 @@ after the model of the last rollout has been saved and before the data source is
 import argparse
 import asyncio
 import copy
+import functools
 import json
 import logging
 import os
@@ -68,24 +69,17 @@ class Slime:
         self.source_module = import_seam(checkouts / "slime", "slime.rollout.data_source")
         self.loop_module = import_seam(checkouts / "slime", "slime.rollout.fully_async_rollout")
         sys.modules["slime.utils.http_utils"].get_rollout_num_engines = lambda args: 1
-        make = self.loop_module.AsyncRolloutWorker.__init__
-
-        def poll_often(worker, *args, **options):
-            make(worker, *args, **options)
-            worker.poll_interval = 0.01
-
-        self.loop_module.AsyncRolloutWorker.__init__ = poll_often
 
     def start(self, args, source):
         from fairlead_rollouts.slime import generate_rollout
 
-        self.args, self.source, self.generate_rollout = args, source, generate_rollout
+        self.generate_rollout = functools.partial(generate_rollout, args, data_source=source)
 
     def generate(self, rollout_id):
-        return self.generate_rollout(self.args, rollout_id, self.source, evaluation=False)
+        return self.generate_rollout(rollout_id)
 
     def evaluate(self, rollout_id):
-        assert self.generate_rollout(self.args, rollout_id, self.source, evaluation=True) == {"evaluation": True}
+        assert self.generate_rollout(rollout_id, evaluation=True) == {"evaluation": True}
 
 
 class Miles:
@@ -119,21 +113,15 @@ class Miles:
         self.base = sys.modules["miles.rollout.base_types"]
 
     def start(self, args, source):
-        make = self.loop_module.load_function
+        load_function = self.loop_module.load_function
 
-        def load_function(path):
-            """Record the calls of the buffer that miles makes."""
-            if path is None or not path.endswith("LedgerDataBuffer"):
-                return make(path)
+        def make_buffer(given):
+            buffer = load_function(args.custom_async_data_buffer_path)(given)
+            record_buffer(buffer, self.recorder)
+            return buffer
 
-            def make_buffer(given):
-                buffer = make(path)(given)
-                record_buffer(buffer, self.recorder)
-                return buffer
-
-            return make_buffer
-
-        self.loop_module.load_function = load_function
+        own = {args.custom_async_data_buffer_path: make_buffer}
+        self.loop_module.load_function = lambda path: own.get(path) or load_function(path)
         self.function = self.loop_module.FullyAsyncRolloutFn(
             self.base.RolloutFnConstructorInput(args=args, data_source=source)
         )
@@ -235,13 +223,8 @@ def record_buffer(buffer, recorder):
         return {"lease": token(value.prompt_group), "aborted": aborted, "versions": versions}
 
     recorder.wrap(buffer, "_record", buffer._lock, describe)
-    recorder.wrap(
-        buffer,
-        "_take",
-        buffer._lock,
-        lambda version: {"version": version},
-        lambda value: value and first(value.group).group_index,
-    )
+    taken = (lambda version: {"version": version}), (lambda value: value and first(value.group).group_index)
+    recorder.wrap(buffer, "_take", buffer._lock, *taken)
 
 
 def begin_without_a_ledger(framework, args):

@@ -94,40 +94,14 @@ def test_cancelled_at_every_await(make_waiting, turns):
     run(job())
 
 
-def count_calls(ledger, name, monkeypatch):
-    """Return a list that gets an entry for each call of a method."""
-    calls, method = [], getattr(ledger, name)
-    monkeypatch.setattr(ledger, name, lambda *args, **options: calls.append(args) or method(*args, **options))
-    return calls
-
-
-def test_one_of_many_tries_to_lease(make_waiting, monkeypatch):
-    """A change costs one attempt, however many wait, and who waits longest gets the room."""
-    waiting = make_waiting(100, places=4)
-
-    async def job():
-        leases = await waiting.lease(4)
-        tasks = [asyncio.create_task(waiting.lease(1)) for _ in range(50)]
-        await settle()
-        calls = count_calls(waiting.ledger, "lease", monkeypatch)
-        for lease in leases:
-            waiting.ledger.cancel(lease)
-            await settle()
-        assert [task.done() for task in tasks] == [True] * 4 + [False] * 46
-        assert len(calls) <= 2 * 4
-        for task in tasks:
-            task.cancel()
-
-    run(job())
-
-
 def test_a_claim_is_tried_when_enough_is_finished(make_waiting, monkeypatch):
     """A trainer that waits for many groups costs nothing until they are there, or until others have become too old."""
     waiting = make_waiting(100, places=8, on_stale="requeue")
 
     async def job():
         leases = await waiting.lease(8)
-        calls = count_calls(waiting.ledger, "claim", monkeypatch)
+        calls, claim = [], waiting.ledger.claim
+        monkeypatch.setattr(waiting.ledger, "claim", lambda *args, **rest: calls.append(args) or claim(*args, **rest))
         task = asyncio.create_task(waiting.claim(1, 8))
         for lease in leases[:4]:
             waiting.ledger.finish(lease, 0, Ref(lease.prompt_id))

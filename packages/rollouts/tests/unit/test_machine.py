@@ -1,12 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that other systems have reported, as scenarios of the job in `machine.py`, whose model checks each of them."""
+"""Random calls of the job in `machine.py`, and losses that other systems have reported as scenarios of it.
+
+Its model checks the job after each call: no prompt is lost or trained twice, none is too old, every payload is released
+once, and the job can always be brought to its end.
+"""
 
 import pytest
+from hypothesis import settings
 from machine import Machine
 
 from fairlead_rollouts import Completeness, LedgerConfig
 
 pytestmark = pytest.mark.usefixtures("no_thread")
+
+
+class Often(Machine):
+    """The same for longer."""
+
+
+# 2,000 steps, and 20,000 each night.
+Machine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+Often.TestCase.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
+TestMachine = Machine.TestCase
+TestOften = pytest.mark.nightly(Often.TestCase)
 
 
 class Scenario(Machine):
