@@ -22,7 +22,6 @@ FAST = "/dev/shm" if os.path.isdir("/dev/shm") else None
 def configs(draw):
     size, places, bound = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(0, 2))
     on_stale = draw(st.sampled_from(["wait", "wait", "requeue", "drop"]))
-    policies = [OldestFirst()] if on_stale == "wait" else [OldestFirst(), ReadyFirst()]
     unbounded = on_stale != "wait" and draw(st.booleans())
     return LedgerConfig(
         group_size=size,
@@ -31,7 +30,7 @@ def configs(draw):
         lookahead=bound,
         serving_lag=draw(st.integers(0, bound)),
         max_leased=draw(st.none() | st.integers(1, 6)),
-        policy=draw(st.sampled_from(policies)),
+        policy=draw(st.sampled_from([OldestFirst(), ReadyFirst()][: 1 + (on_stale != "wait")])),
         on_stale=on_stale,
         completeness=Completeness(
             min_samples=draw(st.integers(min(2, size), size)),
@@ -74,8 +73,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(target=leases, count=st.integers(1, 6), lag=st.integers(0, 2), within=st.none() | st.integers(1, 9))
     def lease(self, count, lag, within):
-        room = self.ledger.room()
-        lag = min(lag, self.config.serving_lag, self.version)
+        room, lag = self.ledger.room(), min(lag, self.config.serving_lag, self.version)
         deadline = None if within is None else self.time + within
         leases = self.ledger.lease(count, serving_version=self.version - lag, deadline=deadline)
         assert len(leases) <= min(count, room)

@@ -90,14 +90,10 @@ def table():
             ("drop", {"bound": bound, "on_stale": "drop"}),
         ):
             runs = [simulate(places=places, seed=seed, steps=120, **options) for seed in range(40)]
-            slow, trained, lost, ticks = (
-                sum(getattr(run, name) for run in runs) for name in ("slow_trained", "trained", "lost", "ticks")
-            )
-            worst = max(run.worst for run in runs)
-            yield (
-                f"K {bound}, P {places}, {title}: {worst}, slow {slow / trained:.1%}, lost {lost / 40:.0f}, "
-                f"ticks {ticks / 40:.0f}"
-            )
+            names = "slow_trained", "trained", "lost", "ticks"
+            slow, trained, lost, ticks = (sum(getattr(run, name) for run in runs) for name in names)
+            means = f"slow {slow / trained:.1%}, lost {lost / 40:.0f}, ticks {ticks / 40:.0f}"
+            yield f"K {bound}, P {places}, {title}: {max(run.worst for run in runs)}, {means}"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ FOLDER/calls.jsonl. A model is the list of the prompts that it was trained on. `
 after the model of the last rollout has been saved and before the data source is.
 """
 
-import argparse
 import asyncio
 import copy
 import functools
@@ -294,16 +293,10 @@ def run(framework, folder, last, *, crash):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("framework", choices=("slime", "miles"))
-    parser.add_argument("checkouts", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("last", type=int)
-    parser.add_argument("--crash", action="store_true")
-    options = parser.parse_args()
+    name, checkouts, folder, last, *crash = sys.argv[1:]
     logging.basicConfig(level=logging.WARNING)
-    framework = (Slime if options.framework == "slime" else Miles)(options.checkouts.resolve())
-    run(framework, options.folder, options.last, crash=options.crash)
+    framework = (Slime if name == "slime" else Miles)(Path(checkouts).resolve())
+    run(framework, Path(folder), int(last), crash=crash == ["--crash"])
     sys.stdout.flush()
     os._exit(0)
 

@@ -93,6 +93,7 @@ def test_evaluation_and_prefetch(make):
     source = make(slime)
     assert slime.generate_rollout(source._args, 0, source, evaluation=True) == {"evaluation": True}
     assert source.ledger.statistics().claimed == 0
+    assert prompt_ids(slime.generate_rollout(source._args, 0, source)) == [0, 1]
     with pytest.raises(ValueError, match="ledger_max_staleness is 0"):
         make(slime, ledger_max_staleness=0)
     make(slime, ledger_max_staleness=0, ledger_prefetch=0)

@@ -12,12 +12,9 @@ from fairlead_rollouts import AsyncLedger, Claim, OldWeightsError, Ref
 @pytest.fixture
 def make_waiting(make_ledger):
     """Return a maker of ledgers with groups of one, whose weights may not be old."""
-
-    def make(prompts=4, *, places=1, **options):
-        options = {"group_size": 1, "groups_per_version": places, "max_staleness": 0, **options}
-        return AsyncLedger(make_ledger(prompts, **options))
-
-    return make
+    return lambda prompts=4, places=1, **options: AsyncLedger(
+        make_ledger(prompts, **{"group_size": 1, "groups_per_version": places, "max_staleness": 0, **options})
+    )
 
 
 async def settle():

@@ -50,8 +50,7 @@ def make_options(folder, saver):
 
 def run(folder, ledger, step, saver):
     """Train to the end, with a checkpoint after each second step, and record the steps of each checkpoint in it."""
-    trained = (folder / "trained").read_text().splitlines() if (folder / "trained").exists() else []
-    trained = trained[:step]
+    trained = (folder / "trained").read_text().splitlines()[:step] if step else []
     while step < STEPS:
         for lease in ledger.lease(6):
             for sample in lease.samples:

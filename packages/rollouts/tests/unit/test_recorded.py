@@ -24,8 +24,7 @@ class Replay:
     """Make the recorded calls of one process after the other."""
 
     def __init__(self, framework, folder):
-        self.framework, self.folder, self.source = framework, folder, None
-        self.buffer, self.groups = None, {}
+        self.framework, self.folder, self.source, self.groups = framework, folder, None, {}
 
     def close(self):
         if self.source is not None:

@@ -7,7 +7,6 @@ import sys
 from fairlead_rollouts import IndexStream, Ledger, LedgerConfig
 from fairlead_rollouts.__main__ import main
 
-CONFIG = LedgerConfig(group_size=2, groups_per_version=2, max_staleness=1)
 TEXT = """\
 Ledger at version 1, room() is 1
 groups
@@ -19,7 +18,8 @@ groups
 
 def test_show(finish, tmp_path, capsys):
     """`show` prints states and the oldest groups; the command line prints a snapshot or the file."""
-    ledger = Ledger(CONFIG, IndexStream(100, seed=0), file=tmp_path / "ledger")
+    config = LedgerConfig(group_size=2, groups_per_version=2, max_staleness=1)
+    ledger = Ledger(config, IndexStream(100, seed=0), file=tmp_path / "ledger")
     finish(ledger, ledger.lease(4)[1:])
     ledger.claim(1, 2)
     ledger.advance(1, trained=1)
@@ -28,7 +28,6 @@ def test_show(finish, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith(TEXT)
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("Prompt")] == ["0", "3", "4"]
-    assert printed.splitlines()[-3] == ledger.explain(0)
     ledger.prepare(1, tmp_path)
     ledger.close()
     assert main(["show", str(tmp_path)]) == main(["show", str(tmp_path / "ledger")]) == 0

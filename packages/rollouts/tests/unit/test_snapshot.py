@@ -14,7 +14,6 @@ from fairlead_rollouts._snapshot import read_snapshot
 
 CONFIG = LedgerConfig(group_size=2, groups_per_version=2, max_staleness=2)
 PROMPTS = [f"prompt {number}" for number in range(20)]
-LATER = [*["applied"] * 2, *["finished"] * 3, "pending", "unseen"]
 
 
 class Loader:
@@ -95,7 +94,7 @@ def test_what_a_resume_keeps(ledger, path, tmp_path):
     [lease] = ledger.lease(1)
     crash(ledger)
     later = restore(**places)
-    assert states(later, 7) == LATER
+    assert states(later, 7) == [*["applied"] * 2, *["finished"] * 3, "pending", "unseen"]
     assert not later.finish(lease, 0, Ref("late")), "a lease of the dead process is worth nothing"
     assert [group.prompt_id for group in later.claim(2, 2).groups] == [2, 3]
     assert [(lease.prompt_id, lease.prompt) for lease in later.lease(2)] == [(5, "prompt 5"), (6, "prompt 6")]
@@ -109,18 +108,17 @@ def test_commit(ledger, tmp_path, releases):
     """Durable references of trained groups are released when their checkpoint is complete, in any order of steps."""
     with pytest.raises(ValueError, match=r"step is 1, and steps \[\] are prepared"):
         ledger.commit(1)
-    ledger.prepare(1, tmp_path)
     ledger.advance(2, trained=2)
-    ledger.prepare(2, tmp_path)
+    for step in (1, 2):
+        ledger.prepare(step, tmp_path)
     assert releases == []
     for step in (2, 1, 2):
         ledger.commit(step)
         assert states(ledger, 6) == [*["applied"] * 4, "finished", "leased"]
     assert set(releases.reasons().values()) == {"applied"}
-    with pytest.raises(ValueError, match="step 2 has been committed"):
-        ledger.prepare(0, tmp_path)
-    with pytest.raises(ValueError, match="which is no directory"):
-        ledger.prepare(3, tmp_path / "missing")
+    for step, message in ((0, "step 2 has been committed"), (3, "which is no directory")):
+        with pytest.raises(ValueError, match=message):
+            ledger.prepare(step, tmp_path if step == 0 else tmp_path / "missing")
 
 
 def test_a_run_that_began_without_a_ledger(finish, path, tmp_path):
