@@ -203,7 +203,7 @@ class Machine(RuleBasedStateMachine):
         if self.mode == "file" and not covered:
             return
         if covered:  # the file knows the last checkpoint of a step only
-            checkpoint["fates"] = same_step[-1]["fates"]
+            checkpoint |= {"fates": same_step[-1]["fates"], "version": same_step[-1]["version"]}
         self.kill()
         # Without a file the snapshot may list a payload that has been released since.
         exists = None if covered else lambda ref: ref.value in self.alive
