@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._book import DROPPED, OPEN, Book, Record, StepClaim
+from ._book import DROPPED, Book, Record, StepClaim
 from ._callbacks import Callbacks, changes
 from ._model import Claim, Lease, LedgerConfig, OldestFirst, Ref, Sample, Shortage, State
 from ._sources import PromptSource, SequenceStream
