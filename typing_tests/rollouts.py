@@ -13,14 +13,9 @@ from fairlead_rollouts import miles, slime
 from fairlead_rollouts.ray import LedgerHandle, start_ledger
 
 
-class Last:
-    def select(self, view: fr.View, count: int) -> tuple[int, ...]:
-        return tuple(group.prompt_id for group in view.ready()[-count:])
-
-
-def make(event: fr.Event) -> fr.Ledger:
-    policy: fr.Policy
-    for policy in (fr.OldestFirst(), fr.ReadyFirst(), Last()):
+def make() -> fr.Ledger:
+    policy: fr.OldestFirst | fr.ReadyFirst
+    for policy in (fr.OldestFirst(), fr.ReadyFirst()):
         fr.LedgerConfig(group_size=4, groups_per_version=8, max_staleness=1, policy=policy)
     completeness = fr.Completeness(min_samples=3, retry="group", max_attempts=2)
     config = fr.LedgerConfig(
@@ -29,8 +24,8 @@ def make(event: fr.Event) -> fr.Ledger:
     source: fr.PromptSource = fr.IndexStream(10, seed=0)
     fr.LedgerConfig(4, 8, 1)  # type: ignore[call-arg]
     fr.LedgerConfig(group_size=4, groups_per_version=8, max_staleness=1, on_stale="later")  # type: ignore[arg-type]
-    assert_type((event.prompt_id, event.reason, fr.sample_id(1, 2)), tuple[int, str | None, str])
-    fr.Ledger(config, source, on_event=print)
+    assert_type(fr.sample_id(1, 2), str)
+    fr.Ledger(config, source, on_release=print)
     return fr.Ledger(config, fr.IndexStream(10, seed=0, epochs=1))
 
 
@@ -74,12 +69,7 @@ async def adapt(args: object) -> None:
     assert_type(await miles.LedgerDataBuffer(args).get(current_version=1), Any)
 
 
-def look(view: fr.View, error: fr.RolloutError) -> None:
-    assert_type(view.groups, tuple[fr.OpenGroup, ...])
-    room = fr.room_for(
-        lookahead=1, serving_lag=0, groups_per_version=4, leased=1, finished=1, ahead=0, max_leased=None, max_open=9
-    )
-    assert_type(room, int)
+def look(error: fr.RolloutError) -> None:
     match error:
         case fr.SnapshotError():
             assert_type((error.path, error.found, error.remedy), tuple[str, str, str])

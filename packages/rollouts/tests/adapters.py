@@ -5,6 +5,7 @@ They say nothing of the frameworks: `seams/` runs the adapters in the frameworks
 """
 
 import enum
+import random
 import sys
 from argparse import Namespace
 from types import ModuleType
@@ -25,14 +26,15 @@ class SampleStandIn:
 
 
 class Dataset:
-    """In place of the framework's dataset: each epoch has its own order."""
+    """In place of the framework's, which needs a tokenizer: each epoch has its own order."""
 
-    def __init__(self, size):
-        self.size = size
+    def __init__(self, size, sample=SampleStandIn):
+        self.size, self.sample = size, sample
         self.shuffle(0)
 
     def shuffle(self, epoch):
-        self.samples = [SampleStandIn(f"{epoch}:{(place * 7 + epoch) % self.size}") for place in range(self.size)]
+        order = random.Random(epoch).sample(range(self.size), self.size)
+        self.samples = [self.sample(prompt=f"{epoch}:{place}") for place in order]
 
     def __len__(self):
         return self.size
@@ -57,8 +59,7 @@ class WorkerStandIn:
     def start(self):
         pass
 
-    def stop(self):
-        pass
+    stop = start
 
     def get_completed_groups(self, limit):
         return list(enumerate(self.data_buffer.get_samples(limit)))
@@ -113,6 +114,11 @@ def entry(group, version=None, *, aborted=False, result=None):
     return Namespace(prompt_group=group, group=result or group)
 
 
+def first(group):
+    """Return a sample of a group, whose trajectories may be lists."""
+    return group[0][0] if isinstance(group[0], list) else group[0]
+
+
 def prompt_ids(groups):
-    """Return the prompt ids of groups, whose trajectories may be lists."""
-    return [(group[0][0] if isinstance(group[0], list) else group[0]).group_index for group in groups]
+    """Return the prompt ids of groups."""
+    return [first(group).group_index for group in groups]

@@ -27,24 +27,30 @@ def releases():
 
 
 @pytest.fixture
+def no_thread(monkeypatch):
+    """Let the file be written by the calls of a test only."""
+    from fairlead_rollouts._file import SnapshotFile
+
+    monkeypatch.setattr(SnapshotFile, "_run", lambda file: None)
+
+
+@pytest.fixture
 def make_ledger(releases):
     """Return a maker of ledgers with small groups, one group per version and ten prompts, and no checkpoints."""
     from fairlead_rollouts import Ledger, LedgerConfig
 
     def make(prompts=10, **options):
-        outside = {key: options.pop(key) for key in ("on_event", "run", "checkpoints", "file") if key in options}
+        checkpoints = options.pop("checkpoints", False)
         options = {"group_size": 2, "groups_per_version": 2, "max_staleness": 1, **options}
         source = [f"prompt {number}" for number in range(prompts)] if isinstance(prompts, int) else prompts
-        return Ledger(
-            LedgerConfig(**options), source, on_release=releases, **{"run": 7, "checkpoints": False, **outside}
-        )
+        return Ledger(LedgerConfig(**options), source, on_release=releases, checkpoints=checkpoints)
 
     return make
 
 
 @pytest.fixture
 def finish():
-    """Return a function that seals all samples of leases, with a value for each."""
+    """Return a function that finishes all samples of leases, with a value for each."""
     from fairlead_rollouts import Ref, sample_id
 
     def finish_all(ledger, leases, **versions):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The invariants of a ledger, over its private records. A test calls `check` after whatever it does."""
 
-from fairlead_rollouts._record import NEVER
+from fairlead_rollouts._book import DROPPED, NEVER
 
 CLAIMED, FINISHED, HOLDING = ("claimed", "trained"), ("finished", "claimed"), ("pending", "finished", "claimed")
 
@@ -13,9 +13,7 @@ def bound(book):
 # An invariant, and the records that break it.
 RULES = {
     "a group is missing from its state": lambda book, record: record.prompt_id not in book.by_state[record.state],
-    "a group is open and settled": lambda book, record: book.settled.is_settled(record.prompt_id),
-    "a group is open and unseen": lambda book, record: record.prompt_id >= book.next,
-    "the frontier passes an open group": lambda book, record: record.prompt_id < book.settled.frontier,
+    "a group is open and settled": lambda book, record: book.fates[record.prompt_id] != 0,
     "a group is claimed without a step": lambda book, record: (record.step is None) == (record.state in CLAIMED),
     "a claimed group is too old": (
         lambda book, record: record.step is not None and record.version - record.oldest > bound(book)
@@ -43,17 +41,14 @@ def check(ledger):
     book, records = ledger._book, list(ledger._book.records.values())
     for rule, is_wrong in RULES.items():
         assert [record.prompt_id for record in records if is_wrong(book, record)] == [], rule
-    assert len(records) + book.settled.applied + book.settled.dropped == book.next
+    assert len(records) == book.fates.count(0)
     assert sum(map(len, book.by_state.values())) == len(records)
-    assert not book.settled.is_settled(book.settled.frontier)
     claimed = sorted(prompt_id for claim in book.steps.values() for prompt_id in claim.prompt_ids)
     assert claimed == sorted(record.prompt_id for record in records if record.step is not None)
     assert all(claim.places >= len(claim.prompt_ids) + claim.unfilled for claim in book.steps.values())
-    for version in {claim.version for claim in book.steps.values()} | set(book.consumed):
-        places = [claim.places for claim in book.steps.values() if claim.version == version]
-        assert version < book.version or sum(places) == book.consumed[version] <= book.config.groups_per_version
+    for version in {claim.version for claim in book.steps.values() if claim.version >= book.version}:
+        assert book.count_places(version) <= book.config.groups_per_version
     tokens = [record.lease.token for record in records if record.lease is not None]
     assert len(set(tokens)) == len(tokens)
     assert all(token >> 32 == ledger._run for token in tokens)
-    assert sum(record.state == "pending" and bool(record.samples) for record in records) == book.held
-    assert all(book.settled.is_dropped(prompt_id) for prompt_id in book.drops)
+    assert all(book.fates[prompt_id] == DROPPED for prompt_id in book.drops)

@@ -7,7 +7,7 @@
 import heapq
 import random
 import sys
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 from invariants import check
 
@@ -16,31 +16,12 @@ from fairlead_rollouts import Claim, Ledger, LedgerConfig, OldestFirst, ReadyFir
 SLOW_SHARE = 0.1
 
 
-@dataclass
-class Outcome:
-    """What one run came to."""
-
-    worst: int
-    slow_trained: int
-    trained: int
-    lost: int
-    ticks: float
-    waits: int
-
-
 def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=None, steps=60, minimum=None):
     """Train so many steps, and raise an error if no event is left before that.
 
-    Args:
-        bound: K; None for the admission of K = 1 without a bound at the claim.
-        places: groups for each version.
-        seed: of the durations.
-        on_stale: of the ledger.
-        lag: versions by which generators lag behind.
-        prefetch: steps that are claimed before the current one has been trained.
-        batch: groups in each step; all of a version by default.
-        steps: how many.
-        minimum: of each claim.
+    A bound of None has the admission of K = 1 without a bound at the claim. `places` are groups for each version,
+    `batch` those of each step, `lag` versions by which generators lag behind, and `prefetch` the steps that are claimed
+    before the current one has been trained.
     """
     batch = batch or places
     gate = 1 if bound is None else bound
@@ -54,9 +35,9 @@ def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=N
         on_stale="requeue" if bound is None else on_stale,
     )
     draw = random.Random(seed)
-    ledger = Ledger(config, range(1_000_000), run=seed)
+    ledger = Ledger(config, range(1_000_000))
     slow, finishing, queue = {}, [], []
-    now, step, trained, outcome = 0.0, 0, 0, Outcome(0, 0, 0, 0, 0.0, 0)
+    now, step, trained, outcome = 0.0, 0, 0, SimpleNamespace(worst=0, slow_trained=0, trained=0)
     ends, consumed, requested = None, {}, {}
     while trained < steps:
         while room := ledger.room():
@@ -67,7 +48,7 @@ def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=N
                     finishing, (now + (draw.randint(20, 60) if is_slow else draw.randint(1, 3)), lease.token, lease)
                 )
         while len(queue) <= prefetch:
-            count = min(batch, left_of(ledger))
+            count = min(batch, ledger._book.next_place[1])
             claim = ledger.claim(step + 1, count, minimum=minimum)
             if not isinstance(claim, Claim):
                 break
@@ -99,10 +80,6 @@ def simulate(*, bound, places, seed, on_stale="wait", lag=0, prefetch=0, batch=N
     return outcome
 
 
-def left_of(ledger):
-    return ledger._book.next_place[1]
-
-
 def table():
     """Yield a line for each policy, for 120 steps in 40 orders."""
     for bound, places in ((1, 4), (2, 8)):
@@ -113,11 +90,10 @@ def table():
             ("drop", {"bound": bound, "on_stale": "drop"}),
         ):
             runs = [simulate(places=places, seed=seed, steps=120, **options) for seed in range(40)]
-            trained = sum(one.trained for one in runs)
-            slow = sum(one.slow_trained for one in runs) / trained
-            lost, ticks = sum(one.lost for one in runs) / 40, sum(one.ticks for one in runs) / 40
-            worst = max(one.worst for one in runs)
-            yield f"K {bound}, P {places}, {title}: {worst}, slow {slow:.1%}, lost {lost:.0f}, ticks {ticks:.0f}"
+            names = "slow_trained", "trained", "lost", "ticks"
+            slow, trained, lost, ticks = (sum(getattr(run, name) for run in runs) for name in names)
+            means = f"slow {slow / trained:.1%}, lost {lost / 40:.0f}, ticks {ticks / 40:.0f}"
+            yield f"K {bound}, P {places}, {title}: {max(run.worst for run in runs)}, {means}"
 
 
 if __name__ == "__main__":

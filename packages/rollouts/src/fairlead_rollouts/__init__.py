@@ -16,11 +16,21 @@
 (2, {0: 2})
 """
 
-from ._admission import room_for
 from ._async import AsyncLedger
 from ._ledger import Ledger
-from ._model import Claim, Completeness, Event, Group, Lease, LedgerConfig, Ref, Sample, Shortage, sample_id
-from ._policies import OldestFirst, OpenGroup, Policy, ReadyFirst, View
+from ._model import (
+    Claim,
+    Completeness,
+    Group,
+    Lease,
+    LedgerConfig,
+    OldestFirst,
+    ReadyFirst,
+    Ref,
+    Sample,
+    Shortage,
+    sample_id,
+)
 from ._sources import IndexStream, PromptSource
 from ._statistics import Statistics
 from .exceptions import OldWeightsError, RolloutError, SnapshotError
@@ -31,7 +41,6 @@ __all__ = [
     "AsyncLedger",
     "Claim",
     "Completeness",
-    "Event",
     "Group",
     "IndexStream",
     "Lease",
@@ -39,8 +48,6 @@ __all__ = [
     "LedgerConfig",
     "OldWeightsError",
     "OldestFirst",
-    "OpenGroup",
-    "Policy",
     "PromptSource",
     "ReadyFirst",
     "Ref",
@@ -49,8 +56,6 @@ __all__ = [
     "Shortage",
     "SnapshotError",
     "Statistics",
-    "View",
     "__version__",
-    "room_for",
     "sample_id",
 ]

@@ -7,25 +7,27 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ._explain import draw_bars
-from ._store.snapshot import NAME, read_snapshot
+from ._book import APPLIED, DROPPED
+from ._snapshot import NAME, read_snapshot
+from ._statistics import draw_bars
 from .exceptions import SnapshotError
+
+FATES = {"open": 0, "applied": APPLIED, "dropped": DROPPED}
 
 
 def describe(path: Path) -> str:
     """Return what a snapshot holds."""
     saved = read_snapshot(path)
-    settled = saved.settled
     samples = [sample for group in saved.groups for sample in group[4]]
     moment = "after the last change" if saved.step is None else f"of step {saved.step}"
     parts = [
-        f"Snapshot {moment} at version {saved.version}, ledger {saved.ledger}",
-        draw_bars("groups", {"open": len(saved.groups), "applied": settled.applied, "dropped": settled.dropped}),
-        f"The next prompt is {saved.next}. Every prompt below {settled.frontier} is applied or dropped.",
+        f"Snapshot {moment} at version {saved.version}",
+        draw_bars("groups", {name: saved.fates.count(fate) for name, fate in FATES.items()}),
+        f"The next prompt is {len(saved.fates)}. Every prompt below {saved.fates.find(0)} is applied or dropped.",
         f"{len(samples)} durable samples of open groups are listed.",
     ]
     if saved.step is None:
-        parts.append(f"A resume can begin after any step from {saved.last_applied or 0} to {saved.last_step or 0}.")
+        parts.append(f"A resume can begin after any step from {max(0, saved.bounds[0])} to {saved.bounds[1]}.")
     if samples:
         versions = Counter(sample.newest_version for sample in samples)
         parts.append(draw_bars("samples by newest version", dict(sorted(versions.items()))))

@@ -33,7 +33,7 @@ class AsyncLedger:
         self._changed = asyncio.Event()
         # Held by the one coroutine that tries again to lease: thousands may wait, and room is for a few.
         self._turn = asyncio.Lock()
-        ledger.subscribe(self._wake)
+        ledger._book.callbacks.subscribers.append(self._wake)  # noqa: SLF001  of this package
 
     def _wake(self) -> None:
         self._changed.set()
@@ -83,29 +83,20 @@ class AsyncLedger:
         Returns:
             A `Shortage` after the timeout, or if too few groups can ever come.
         """
-        ledger = self.ledger
+        ledger, book = self.ledger, self.ledger._book  # noqa: SLF001  of this package
+        finished = book.by_state["finished"]
         claim = ledger.claim(step, count, minimum=minimum)
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 while isinstance(claim, Shortage) and claim.reason != "exhausted":
-                    place = self._place
+                    # The version of a claim, which its place decides, says which groups are too old.
+                    place, enough = (book.version, book.ahead), len(finished) + claim.need - claim.have
                     await self._changed.wait()
                     # A claim looks at all open groups, and a trainer may wait for thousands of them.
-                    while self._lacks(claim.need) and self._place == place:
+                    while len(finished) < enough and place == (book.version, book.ahead) and not book.source_ended:
                         await self._changed.wait()
                     claim = ledger.claim(step, count, minimum=minimum)
         except TimeoutError:
             if not limit.expired():
                 raise
         return claim
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        """The version of the next claim and the groups before it there: they decide which groups are too old."""
-        book = self.ledger._book  # noqa: SLF001  of this package
-        return book.version, book.ahead
-
-    def _lacks(self, need: int) -> bool:
-        """Return whether too few groups are finished for a claim, and others may come."""
-        ledger = self.ledger
-        return not ledger._exhausted and len(ledger._book.by_state["finished"]) < need  # noqa: SLF001  of this package

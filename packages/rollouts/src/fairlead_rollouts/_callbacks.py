@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from ._model import Event, Ref
+from ._model import Ref
 
 __all__ = ["Callbacks", "changes"]
 
@@ -30,9 +30,9 @@ class Callbacks:
         changed: whether the current call has changed the ledger.
     """
 
-    def __init__(self, on_release: Callable[[Ref, str], object] | None, on_event: Callable[[Event], object] | None):
-        self._on_release, self.on_event = on_release, on_event
-        self._calls: list[Callable[[], object]] = []
+    def __init__(self, on_release: Callable[[Ref, str], object] | None) -> None:
+        self._on_release = on_release
+        self._due: deque[Callable[[], object]] = deque()
         # Releases, each with the number of the first snapshot that does not list its payload.
         self._listed: deque[tuple[int, Callable[[], object]]] = deque()
         self.file: Any = None
@@ -49,36 +49,30 @@ class Callbacks:
             self._listed.append((self.file.taken + 1, call))
             self.changed = True
         else:
-            self._calls.append(call)
+            self._due.append(call)
 
-    def report(self, event: Event) -> None:
-        """Report a transition."""
-        if self.on_event is not None:
-            self._calls.append(functools.partial(self.on_event, event))
-
-    def take(self) -> list[Callable[[], object]]:
-        """Return the calls that are due at the end of a change. The caller holds the lock of the ledger."""
+    def end_change(self) -> None:
+        """Collect the calls that are due at the end of a change. The caller holds the lock of the ledger."""
         while self.file is not None and self._listed and self._listed[0][0] <= self.file.written:
-            self._calls.append(self._listed.popleft()[1])
-        calls, self._calls = self._calls, []
+            self._due.append(self._listed.popleft()[1])
         if self.changed:
             self.changed = False
-            calls += self.subscribers
+            self._due.extend(self.subscribers)
             if self.file is not None:
-                self.file.note_change()
-        return calls
+                self.file.changed = True
 
-    def run(self, calls: list[Callable[[], object]]) -> None:
-        """Make the calls that `take` has returned."""
-        for number, call in enumerate(calls):
+    def run(self) -> None:
+        """Make the calls that are due, in their order. An interrupt leaves the others to the next change."""
+        while self._due:
+            try:
+                call = self._due.popleft()
+            except IndexError:  # another thread has made the last one
+                return
             try:
                 call()
             except Exception as error:
                 logger.exception("A function of the caller failed after a change of the ledger.")
                 self.errors.append(error)
-            except BaseException:
-                self._calls[:0] = calls[number + 1 :]
-                raise
 
 
 def changes(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -89,8 +83,8 @@ def changes(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
         callbacks: Callbacks = self._book.callbacks
         with self._lock:
             result = method(self, *args, **kwargs)
-            calls = callbacks.take()
-        callbacks.run(calls)
+            callbacks.end_change()
+        callbacks.run()
         return result
 
     return cast(Callable[Concatenate[Any, P], R], call)

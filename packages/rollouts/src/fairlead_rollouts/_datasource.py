@@ -12,7 +12,7 @@ from typing import Any
 
 from ._ledger import Ledger
 from ._model import Lease, LedgerConfig
-from ._store.snapshot import NAME
+from ._snapshot import NAME
 from .exceptions import SnapshotError
 
 __all__ = ["LedgerSource", "iterate"]
@@ -151,36 +151,27 @@ class LedgerSource:
             if self._args.load is None or rollout_id is None or rollout_id < 0:
                 self.ledger = Ledger(self._config, PROMPTS, file=file)
                 return
-            step, version = rollout_id + 1, (rollout_id + 1) // self._interval
+            numbers: dict[str, Any] = {"step": rollout_id + 1, "version": (rollout_id + 1) // self._interval}
+            snapshot, last_file = self._find_folder(self._args.load, rollout_id), self._find_file(self._args.load)
+            if last_file.exists() and not Path(snapshot, NAME).exists():
+                snapshot = last_file
             try:
-                directory = self._find_snapshot(rollout_id)
-                self.ledger = Ledger.restore(
-                    self._config, PROMPTS, step=step, version=version, directory=directory, file=file
-                )
+                self.ledger = Ledger.restore(self._config, PROMPTS, directory=snapshot, file=file, **numbers)
             except SnapshotError as error:
                 if self._missing is None:
                     remedy = (
                         "Set ledger_missing to 'restart' (at prompt 0) or 'epoch' (at the next epoch) to begin anyway."
                     )
                     raise SnapshotError(error.path, error.found, remedy) from error
-                prompt_id = self._find_epoch(step) if self._missing == "epoch" else 0
+                prompt_id = 0 if self._missing == "restart" else self._find_epoch(rollout_id + 1)
                 logger.warning("%s The ledger begins at prompt %d.", error, prompt_id)
-                self.ledger = Ledger.begin(
-                    self._config, PROMPTS, step=step, version=version, prompt_id=prompt_id, file=file
-                )
+                self.ledger = Ledger.begin(self._config, PROMPTS, prompt_id=prompt_id, file=file, **numbers)
 
     def _find_epoch(self, step: int) -> int:
         """Return the first prompt of the first epoch that the steps until now have not begun."""
         used: int = step * self._args.rollout_batch_size
         size = used if self.dataset is None else len(self.dataset)
         return -(-used // size) * size
-
-    def _find_snapshot(self, rollout_id: int) -> Path | None:
-        """Return the folder or file of a snapshot to load; None for the file of this run."""
-        folder, file = self._find_folder(self._args.load, rollout_id), self._find_file(self._args.load)
-        if Path(folder, NAME).exists():
-            return folder
-        return None if self._args.load == self._args.save and file.exists() else file if file.exists() else folder
 
     @staticmethod
     def _find_folder(root: str, rollout_id: int) -> Path:

@@ -4,32 +4,29 @@
 import os
 import random
 import sys
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from ._book import Book
+from ._book import APPLIED
 from ._callbacks import Callbacks, changes
-from ._explain import count, explain_group, explain_ledger
-from ._model import Event, LedgerConfig, Ref
+from ._file import SnapshotFile
+from ._model import LedgerConfig, Ref
+from ._snapshot import NAME, Snapshot, choose_snapshot, set_aside, write_snapshot
 from ._sources import PromptSource
-from ._statistics import Statistics
-from ._store.file import SnapshotFile
-from ._store.restore import choose_snapshot, restore_book, set_aside
-from ._store.snapshot import NAME, Snapshot, take_snapshot, write_snapshot
-from ._trainer_side import TrainerSide
+from ._statistics import Statistics, count, explain_group, explain_ledger
+from ._transitions import Transitions
 
 __all__ = ["Ledger"]
 
 PathLike = str | os.PathLike[str]
 
 
-class Ledger(TrainerSide):
+class Ledger(Transitions):
     """Record who generates every prompt, with which weights, and which step trained on it.
 
     It has no clock, and every method is deterministic in its arguments. Methods that refuse a call change nothing. Any
-    thread may call it. An exception of `on_release` or `on_event` is logged, and raised at the next `flush`.
+    thread may call it. An exception of `on_release` is logged, and raised at the next `flush`.
 
     With a `file` the ledger keeps its state on a disk, so that a crash between two checkpoints does not generate
     durable samples again. The file is written in the background at most once a second if something has changed, and at
@@ -42,20 +39,7 @@ class Ledger(TrainerSide):
         source: where prompts come from, or a sequence of them.
         file: a file for the state between checkpoints; None for none.
         checkpoints: whether trained groups wait for `commit`. Without, they are applied when they are trained.
-        run: 48 bits that no other run of the same job shares; random by default.
         on_release: called once with each reference that is no longer needed, and the reason.
-        on_event: called with each transition of a group.
-
-    >>> ledger = Ledger(LedgerConfig(group_size=2, groups_per_version=1, max_staleness=0), ["1+1=", "2*3="])
-    >>> [lease] = ledger.lease(1)
-    >>> [ledger.finish(lease, sample, Ref(f"tokens {sample}")) for sample in lease.samples]
-    [True, True]
-    >>> claim = ledger.claim(step=1, count=1)
-    >>> claim.version, [sample.ref.value for sample in claim.groups[0].samples]
-    (0, ['tokens 0', 'tokens 1'])
-    >>> ledger.advance(1, trained=1)
-    >>> ledger.state(0)
-    'trained'
     """
 
     def __init__(
@@ -65,18 +49,13 @@ class Ledger(TrainerSide):
         *,
         file: PathLike | None = None,
         checkpoints: bool = True,
-        run: int | None = None,
         on_release: Callable[[Ref, str], object] | None = None,
-        on_event: Callable[[Event], object] | None = None,
     ) -> None:
-        run = random.SystemRandom().getrandbits(48) if run is None else run
-        if not 0 <= run < 1 << 48:
-            raise ValueError(f"run is {run}; it must be a number of 48 bits.")
-        super().__init__(Book(config, Callbacks(on_release, on_event)), source, run)
-        self._checkpoints = checkpoints
-        self._file: SnapshotFile | None = None
-        self._id = uuid.UUID(int=random.SystemRandom().getrandbits(128)).hex
+        # The tokens of a process begin with these bits, which no other process of the job shares.
+        run = random.SystemRandom().getrandbits(48)
+        super().__init__(config, source, Callbacks(on_release), run, checkpoints)
         self._runs = [run]
+        self._file: SnapshotFile | None = None
         if file is not None:
             self._use(SnapshotFile(Path(file)), new=True)
 
@@ -92,7 +71,7 @@ class Ledger(TrainerSide):
             raise
 
     def _take_snapshot(self, step: int | None) -> Snapshot:
-        return take_snapshot(self._book, self._id, self._runs, step, self._source.state())
+        return self._book.take_snapshot(self._runs, step, self._source.state())
 
     # Checkpoints.
 
@@ -145,7 +124,7 @@ class Ledger(TrainerSide):
 
         Raises:
             SnapshotError: The file cannot be written now.
-            Exception: the first error of `on_release` or `on_event` since the last call, which has been logged.
+            Exception: the first error of `on_release` since the last call, which has been logged.
         """
         self._save()
         callbacks = self._book.callbacks
@@ -158,10 +137,9 @@ class Ledger(TrainerSide):
             self._file.save()
         self._call_back()
 
+    @changes
     def _call_back(self) -> None:
-        with self._lock:
-            calls = self._book.callbacks.take()
-        self._book.callbacks.run(calls)
+        """Make the calls that are due, such as releases that waited for the file."""
 
     def close(self) -> None:
         """Write the last changes to the file and unlock it. A ledger without a file needs no `close`."""
@@ -194,8 +172,8 @@ class Ledger(TrainerSide):
         """
         ledger = cls(config, source, **options)
         book = ledger._book
-        book.version, book.next, book.last_trained, book.last_applied = version, prompt_id, step, step
-        book.settled.skip(prompt_id)
+        book.version, book.last_trained, book.last_applied = version, step, step
+        book.fates = bytearray([APPLIED]) * prompt_id
         ledger._source.restore(b"", prompt_id)
         if file is not None:
             ledger._use(SnapshotFile(Path(file)), new=True)
@@ -239,14 +217,13 @@ class Ledger(TrainerSide):
             raise ValueError("restore() needs the directory of the checkpoint, or the file of the process that ended.")
         opened = None if file is None else SnapshotFile(Path(file))
         try:
-            path = None if opened is None else opened.path
-            saved = choose_snapshot(path, None if directory is None else Path(directory), step, config.group_size)
+            path = None if directory is None else Path(directory)
+            saved = choose_snapshot(opened.path if opened else None, path, step, config.group_size)
             ledger = cls(config, source, **options)
-            ledger._id, ledger._runs = saved.ledger, [*saved.runs, *ledger._runs]
-            callbacks = ledger._book.callbacks
-            callbacks.file = opened
-            restore_book(ledger._book, saved, step=step, version=version, exists=exists)
-            ledger._source.restore(saved.source, saved.next)
+            ledger._book.callbacks.file = opened  # payloads that it lists are released after it is written again
+            ledger._runs = [*saved.runs, *ledger._runs]
+            ledger._book.restore(saved, step=step, version=version, exists=exists)
+            ledger._source.restore(saved.source, len(saved.fates))
         except BaseException:
             if opened is not None:
                 opened.close()
@@ -256,11 +233,7 @@ class Ledger(TrainerSide):
         ledger._call_back()
         return ledger
 
-    # For people and tests.
-
-    def subscribe(self, callback: Callable[[], object]) -> None:
-        """Call a function after each call that has changed the ledger."""
-        self._book.callbacks.subscribers.append(callback)
+    # For people.
 
     def explain(self, prompt_id: int) -> str:
         """Return what the ledger knows of a group, in a sentence or two."""

@@ -4,15 +4,14 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ._policies import OldestFirst, Policy
-
 __all__ = [
     "Claim",
     "Completeness",
-    "Event",
     "Group",
     "Lease",
     "LedgerConfig",
+    "OldestFirst",
+    "ReadyFirst",
     "Ref",
     "Sample",
     "Shortage",
@@ -77,11 +76,6 @@ class Lease:
         start_version: the version of the weights that the generator serves.
         prompt: the prompt's reference, a JSON value.
         attempt: 1, plus the leases of this group that failed or expired.
-
-    >>> ledger = Ledger(LedgerConfig(group_size=2, groups_per_version=1, max_staleness=0), ["a"])
-    >>> [lease] = ledger.lease(1)
-    >>> lease.prompt_id, lease.samples, lease.prompt
-    (0, (0, 1), 'a')
     """
 
     prompt_id: int
@@ -144,27 +138,6 @@ class Shortage:
     blocked_by: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Describe one transition of one group, for `on_event`.
-
-    Attributes:
-        prompt_id: the group.
-        before: its state before.
-        after: its state now.
-        version: the trainer's version.
-        step: the step of its claim, or None.
-        reason: why it was dropped or became pending again, or None.
-    """
-
-    prompt_id: int
-    before: State
-    after: State
-    version: int
-    step: int | None = None
-    reason: str | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completeness:
     """Say when a group is complete, and what happens to its samples when one of them fails.
@@ -178,6 +151,16 @@ class Completeness:
     min_samples: int | None = None
     retry: Literal["sample", "group"] = "sample"
     max_attempts: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class OldestFirst:
+    """Let a claim take the finished groups with the oldest weights first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyFirst:
+    """Let a claim take any finished group, lowest prompt id first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +190,7 @@ class LedgerConfig:
     serving_lag: int = 0
     max_leased: int | None = None
     max_open: int | None = None
-    policy: Policy = field(default_factory=OldestFirst)
+    policy: OldestFirst | ReadyFirst = field(default_factory=OldestFirst)
     on_stale: Literal["wait", "requeue", "drop"] = "wait"
     completeness: Completeness = field(default_factory=Completeness)
 

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 from ._datasource import LedgerSource, iterate
 from ._ledger import Ledger
-from ._model import Claim, Completeness, Ref
-from ._policies import ReadyFirst
+from ._model import Claim, Completeness, ReadyFirst, Ref
 
 __all__ = ["LedgerDataBuffer", "LedgerDataSource"]
 
@@ -37,8 +36,6 @@ class LedgerDataSource(LedgerSource):
         from miles.rollout.data_source import RolloutDataSource
         from miles.utils.types import Sample
 
-        if hasattr(args, "ledger_keep"):
-            raise ValueError("ledger_keep is set, and finished groups are no longer written to files. Remove it.")
         bound, retries = args.max_weight_staleness, args.async_unused_samples_handler == "retry"
         if bound == 0:
             raise ValueError(

@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 from ._datasource import LedgerSource, iterate
-from ._model import Claim, Completeness, Ref
-from ._policies import ReadyFirst
+from ._model import Claim, Completeness, ReadyFirst, Ref
 
 __all__ = ["LedgerDataSource", "generate_rollout"]
 
@@ -36,11 +35,6 @@ class LedgerDataSource(LedgerSource):
         from slime.rollout.data_source import RolloutDataSource
         from slime.utils.types import Sample
 
-        if hasattr(args, "ledger_rollout_function"):
-            raise ValueError(
-                "ledger_rollout_function is set, and only slime's fully asynchronous worker can be used: other rollout "
-                "functions do not return the groups that they leave out. Remove the option."
-            )
         self._worker: Any = None
         staleness, self._prefetch = getattr(args, "ledger_max_staleness", 1), getattr(args, "ledger_prefetch", 1)
         rules: dict[str, Any] = {"max_staleness": staleness, "policy": ReadyFirst(), "on_stale": "requeue"}

@@ -5,7 +5,7 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="the actor needs Ray")
 
-from fairlead_rollouts import Claim, Ledger, LedgerConfig, Ref, Shortage  # noqa: E402
+from fairlead_rollouts import Claim, Ledger, LedgerConfig, Ref  # noqa: E402
 from fairlead_rollouts.ray import LedgerHandle, start_ledger  # noqa: E402
 
 CONFIG = LedgerConfig(group_size=2, groups_per_version=4, max_staleness=1)
@@ -39,16 +39,3 @@ def test_generators_and_a_trainer(local_ray):
     assert sorted(trained) == list(range(40))
     assert sum(ray.get(generators, timeout=60)) == 40
     assert ray.get(ledger.call("state", 7)) == "applied"
-
-
-def test_a_cancelled_request_takes_nothing(local_ray):
-    """A claim that waits in the actor ends with `ray.cancel`, and the groups go to the next claim."""
-    ledger = start_ledger(make)
-    waiting = ledger.claim(1, 1)
-    leases = ray.get(ledger.lease(1))
-    ray.cancel(waiting)
-    with pytest.raises((ray.exceptions.TaskCancelledError, ray.exceptions.RayTaskError)):
-        ray.get(waiting, timeout=60)
-    assert ray.get(ledger.finish(leases[0], 0, Ref("a")))
-    assert ray.get(ledger.fail(leases[0], reason="it broke"))
-    assert isinstance(ray.get(ledger.claim(1, 1, timeout_s=0.1)), Shortage)

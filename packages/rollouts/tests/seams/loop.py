@@ -7,13 +7,12 @@ FOLDER/calls.jsonl. A model is the list of the prompts that it was trained on. `
 after the model of the last rollout has been saved and before the data source is.
 """
 
-import argparse
 import asyncio
 import copy
+import functools
 import json
 import logging
 import os
-import random
 import signal
 import sys
 import time
@@ -21,29 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
+from adapters import Dataset, first, make_args
 from conftest import import_seam
 
-BATCH, SIZE, PROMPTS, EVERY, STALENESS, DEADLINE_S = 4, 2, 30, 5, 2, 1.0
+BATCH, PROMPTS, EVERY, STALENESS, DEADLINE_S = 4, 30, 5, 2, 1.0
 OLD_ROLLOUTS = 5  # of the run that began without a ledger
 versions = [1]  # of the weights that the engines serve; a new process counts from the beginning
 attempts = {}
-
-
-class Dataset:
-    """In place of the framework's, which needs a tokenizer: each epoch has its own order."""
-
-    def __init__(self, sample):
-        self.sample = sample
-        self.shuffle(0)
-
-    def shuffle(self, epoch):
-        order = list(range(PROMPTS))
-        random.Random(epoch).shuffle(order)
-        self.samples = [self.sample(prompt=f"{epoch}:{place}") for place in order]
-
-    def __len__(self):
-        return PROMPTS
 
 
 class GenerateState:
@@ -69,10 +54,6 @@ async def generate(group):
     return group
 
 
-def first(group):
-    return group[0][0] if isinstance(group[0], list) else group[0]
-
-
 class Slime:
     """slime's fully asynchronous rollouts."""
 
@@ -87,24 +68,17 @@ class Slime:
         self.source_module = import_seam(checkouts / "slime", "slime.rollout.data_source")
         self.loop_module = import_seam(checkouts / "slime", "slime.rollout.fully_async_rollout")
         sys.modules["slime.utils.http_utils"].get_rollout_num_engines = lambda args: 1
-        make = self.loop_module.AsyncRolloutWorker.__init__
-
-        def poll_often(worker, *args, **options):
-            make(worker, *args, **options)
-            worker.poll_interval = 0.01
-
-        self.loop_module.AsyncRolloutWorker.__init__ = poll_often
 
     def start(self, args, source):
         from fairlead_rollouts.slime import generate_rollout
 
-        self.args, self.source, self.generate_rollout = args, source, generate_rollout
+        self.generate_rollout = functools.partial(generate_rollout, args, data_source=source)
 
     def generate(self, rollout_id):
-        return self.generate_rollout(self.args, rollout_id, self.source, evaluation=False)
+        return self.generate_rollout(rollout_id)
 
     def evaluate(self, rollout_id):
-        assert self.generate_rollout(self.args, rollout_id, self.source, evaluation=True) == {"evaluation": True}
+        assert self.generate_rollout(rollout_id, evaluation=True) == {"evaluation": True}
 
 
 class Miles:
@@ -138,21 +112,15 @@ class Miles:
         self.base = sys.modules["miles.rollout.base_types"]
 
     def start(self, args, source):
-        make = self.loop_module.load_function
+        load_function = self.loop_module.load_function
 
-        def load_function(path):
-            """Record the calls of the buffer that miles makes."""
-            if path is None or not path.endswith("LedgerDataBuffer"):
-                return make(path)
+        def make_buffer(given):
+            buffer = load_function(args.custom_async_data_buffer_path)(given)
+            record_buffer(buffer, self.recorder)
+            return buffer
 
-            def make_buffer(given):
-                buffer = make(path)(given)
-                record_buffer(buffer, self.recorder)
-                return buffer
-
-            return make_buffer
-
-        self.loop_module.load_function = load_function
+        own = {args.custom_async_data_buffer_path: make_buffer}
+        self.loop_module.load_function = lambda path: own.get(path) or load_function(path)
         self.function = self.loop_module.FullyAsyncRolloutFn(
             self.base.RolloutFnConstructorInput(args=args, data_source=source)
         )
@@ -166,36 +134,28 @@ class Miles:
         assert self.calls.call_rollout_function(self.function, request).data == {"math": {"rewards": [1.0]}}
 
 
-def make_args(name, folder):
+# Arguments of both frameworks that the loops read and that stay as they are by default.
+UNSET = (
+    "chat_template_path dump_details rollout_max_prompt_len input_key multimodal_keys label_key "
+    "metadata_key tool_key apply_chat_template_kwargs async_max_concurrent_samples rollout_submission_granularity "
+    "rollout_sample_filter_path"
+)
+
+
+def loop_args(folder):
     """Return the arguments as the driver has sent them: it did not know the first rollout then."""
-    return argparse.Namespace(
-        start_rollout_id=None,
-        save=str(folder / "save"),
-        load=str(folder / "save"),
+    return make_args(
+        folder / "save",
+        **dict.fromkeys(UNSET.split()),
         rollout_batch_size=BATCH,
-        n_samples_per_prompt=SIZE,
-        update_weights_interval=1,
         rollout_global_dataset=True,
-        rollout_shuffle=True,
         rollout_seed=0,
         prompt_data="prompts",
         hf_checkpoint="",
-        chat_template_path=None,
-        dump_details=None,
-        **dict.fromkeys(
-            ["rollout_max_prompt_len", "input_key", "multimodal_keys", "label_key", "metadata_key", "tool_key"]
-        ),
         apply_chat_template=False,
-        apply_chat_template_kwargs=None,
         sglang_server_concurrency=BATCH * 2,
         max_weight_staleness=STALENESS,
-        async_unused_samples_handler="retry",
-        async_data_buffer_capacity_factor=2.0,
-        async_max_concurrent_samples=None,
         custom_async_data_buffer_path="fairlead_rollouts.miles.LedgerDataBuffer",
-        rollout_submission_granularity=None,
-        dynamic_sampling_filter_path=None,
-        rollout_sample_filter_path=None,
         ledger_max_staleness=STALENESS,
         ledger_deadline_s=DEADLINE_S,
         ledger_missing="epoch",
@@ -212,14 +172,14 @@ class Recorder:
         self.file.write(json.dumps({"call": call, **values}) + "\n")
         self.file.flush()
 
-    def wrap(self, owner, name, lock, describe):
+    def wrap(self, owner, name, lock, describe, describe_result=lambda result: result):
         method = getattr(owner, name)
 
         def call(*args):
             with lock:
                 before = describe(*args)
                 result = method(*args)
-                self.write(name.strip("_"), **before, result=describe.result(result))
+                self.write(name.strip("_"), **before, result=describe_result(result))
                 return result
 
         setattr(owner, name, call)
@@ -230,44 +190,40 @@ def token(group):
     return first(group).metadata["ledger_token"] & 0xFFFFFFFF
 
 
-def describes(function, result=lambda value: value):
-    function.result = result
-    return function
-
-
 def record_source(source, recorder):
     """Record the calls that both frameworks make of a data source, and those of slime's rollout function."""
 
-    def leases(groups):
-        return [[group[0].group_index, token(group)] for group in groups]
+    def wrap(name, *describe):
+        recorder.wrap(source, name, source.lock, *describe)
 
-    def taken(value):
-        return value if isinstance(value, int) else [first(group).group_index for group in value]
-
-    describe = describes(lambda count: {"count": count, "now": time.monotonic()}, leases)
-    recorder.wrap(source, "get_samples", source.lock, describe)
-    recorder.wrap(source, "add_samples", source.lock, describes(lambda groups: {"leases": list(map(token, groups))}))
-    recorder.wrap(source, "save", source.lock, describes(lambda rollout_id: {"rollout": rollout_id}))
+    wrap(
+        "get_samples",
+        lambda count: {"count": count, "now": time.monotonic()},
+        lambda groups: [[group[0].group_index, token(group)] for group in groups],
+    )
+    wrap("add_samples", lambda groups: {"leases": list(map(token, groups))})
+    wrap("save", lambda rollout_id: {"rollout": rollout_id})
     if hasattr(source, "take"):
-        recorder.wrap(source, "begin", source.lock, describes(lambda rollout_id: {"rollout": rollout_id}))
-        describe = describes(lambda number, groups: {"rollout": number, "leases": list(map(token, groups))}, taken)
-        recorder.wrap(source, "take", source.lock, describe)
+        wrap("begin", lambda rollout_id: {"rollout": rollout_id})
+        wrap(
+            "take",
+            lambda rollout_id, groups: {"rollout": rollout_id, "leases": list(map(token, groups))},
+            lambda taken: taken if isinstance(taken, int) else [first(group).group_index for group in taken],
+        )
 
 
 def record_buffer(buffer, recorder):
     """Record what is put into a data buffer of miles and taken from it."""
 
-    def entry(value):
-        return None if value is None else first(value.group).group_index
-
-    def put(value):
+    def describe(value):
         samples = [sample for item in value.group for sample in (item if isinstance(item, list) else [item])]
         aborted = any(sample.status == sample.Status.ABORTED for sample in samples)
         versions = [sample.oldest_weight_version for sample in samples]
         return {"lease": token(value.prompt_group), "aborted": aborted, "versions": versions}
 
-    recorder.wrap(buffer, "_record", buffer._lock, describes(put))
-    recorder.wrap(buffer, "_take", buffer._lock, describes(lambda version: {"version": version}, entry))
+    recorder.wrap(buffer, "_record", buffer._lock, describe)
+    taken = (lambda version: {"version": version}), (lambda value: value and first(value.group).group_index)
+    recorder.wrap(buffer, "_take", buffer._lock, *taken)
 
 
 def begin_without_a_ledger(framework, args):
@@ -287,11 +243,11 @@ def save_model(args, rollout_id, trained):
 
 
 def run(framework, folder, last, *, crash):
-    """Train until a rollout, and return the prompts that the model was trained on."""
-    args = make_args(framework.adapter, folder)
+    """Train until a rollout, and report the fate of every prompt."""
+    args = loop_args(folder)
     module = framework.source_module
     sample = sys.modules[f"{framework.adapter}.utils.types"].Sample
-    module.Dataset = lambda *given, **options: Dataset(sample)
+    module.Dataset = lambda *given, **options: Dataset(PROMPTS, sample)
     module.load_tokenizer = module.load_processor = lambda *given, **options: None
     if not Path(args.save).exists():
         begin_without_a_ledger(framework, args)
@@ -331,32 +287,16 @@ def run(framework, folder, last, *, crash):
             recorder.write("evaluation", rollout=rollout_id)
     ledger = source.ledger
     numbers = ledger.statistics()
-    known = range(ledger._book.next)
-    states = [ledger.state(prompt_id) for prompt_id in known]
-    report = {
-        "rollouts": last + 1 - start,
-        "trained": trained,
-        "states": states,
-        "staleness": numbers.staleness,
-        "fenced": numbers.fenced,
-        "drops": numbers.drops,
-        "requeued": numbers.requeued,
-    }
+    report = {"trained": trained, "staleness": numbers.staleness, "fenced": numbers.fenced}
+    report["states"] = [ledger.state(prompt_id) for prompt_id in range(len(ledger._book.fates))]
     (folder / "report.json").write_text(json.dumps(report))
-    return report
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("framework", choices=("slime", "miles"))
-    parser.add_argument("checkouts", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("last", type=int)
-    parser.add_argument("--crash", action="store_true")
-    options = parser.parse_args()
+    name, checkouts, folder, last, *crash = sys.argv[1:]
     logging.basicConfig(level=logging.WARNING)
-    framework = (Slime if options.framework == "slime" else Miles)(options.checkouts.resolve())
-    run(framework, options.folder, options.last, crash=options.crash)
+    framework = (Slime if name == "slime" else Miles)(Path(checkouts).resolve())
+    run(framework, Path(folder), int(last), crash=crash == ["--crash"])
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs in the loops of slime and miles, from checkouts of both: killed between two saves, resumed, and counted."""
 
-import inspect
 import json
 import os
 import signal
@@ -11,8 +10,6 @@ from pathlib import Path
 
 import loop
 import pytest
-
-from fairlead_rollouts import miles, slime
 
 pytestmark = pytest.mark.nightly
 LOOP = Path(__file__).with_name("loop.py")
@@ -50,17 +47,3 @@ def test_a_run_with_a_crash(framework, checkouts, tmp_path):
     assert report["fenced"] > 0, "no straggler came back late"
     if output := os.environ.get("FAIRLEAD_RECORD"):
         Path(output, f"{framework}.jsonl").write_text((tmp_path / "calls.jsonl").read_text())
-
-
-@pytest.mark.parametrize("framework", ["slime", "miles"])
-def test_signatures(framework, checkouts):
-    """The adapters have the methods of the frameworks' classes, with their parameters."""
-    code = loop.Slime(checkouts) if framework == "slime" else loop.Miles(checkouts)
-    pairs = [({"slime": slime, "miles": miles}[framework].LedgerDataSource, code.source_module.DataSource)]
-    if framework == "miles":
-        pairs.append((miles.LedgerDataBuffer, sys.modules["miles.rollout.fully_async_data_buffer"].DataBuffer))
-    for ours, theirs in pairs:
-        for name, method in inspect.getmembers(theirs, inspect.isfunction):
-            given = list(inspect.signature(getattr(ours, name)).parameters)
-            wanted = list(inspect.signature(method).parameters)
-            assert given[: len(wanted)] == wanted or wanted[-1] == "context", name

@@ -10,8 +10,11 @@ from fairlead_rollouts import AsyncLedger, Claim, OldWeightsError, Ref
 
 
 @pytest.fixture
-def waiting(make_ledger):
-    return AsyncLedger(make_ledger(4, group_size=1, groups_per_version=1, max_staleness=0))
+def make_waiting(make_ledger):
+    """Return a maker of ledgers with groups of one, whose weights may not be old."""
+    return lambda prompts=4, places=1, **options: AsyncLedger(
+        make_ledger(prompts, **{"group_size": 1, "groups_per_version": places, "max_staleness": 0, **options})
+    )
 
 
 async def settle():
@@ -19,131 +22,83 @@ async def settle():
         await asyncio.sleep(0)
 
 
-def test_lease_waits_for_room(waiting):
-    """A lease waits until a step has been trained."""
+def run(coroutine):
+    asyncio.run(asyncio.wait_for(coroutine, 20))
 
-    async def run():
+
+def test_lease_waits_for_room(make_waiting):
+    """A lease waits until a step has been trained, or says that the trainer has left its weights behind."""
+    waiting = make_waiting()
+
+    async def job():
         [first] = await waiting.lease(2)
         later = asyncio.create_task(waiting.lease(2))
+        old = asyncio.create_task(waiting.lease(2, serving_version=0))
         await settle()
-        assert not later.done()
         waiting.ledger.finish(first, 0, Ref("a"))
         assert isinstance(await waiting.claim(1, 1), Claim)
         await settle()
         assert not later.done()
         waiting.ledger.advance(1, trained=1)
         assert [lease.prompt_id for lease in await later] == [1]
-
-    asyncio.run(run())
-
-
-def test_weights_that_become_too_old(waiting):
-    """A lease for weights that the trainer leaves behind in the wait says which ones it needs, and takes nothing."""
-
-    async def run():
-        [first] = await waiting.lease(1, serving_version=0)
-        later = asyncio.create_task(waiting.lease(1, serving_version=0))
-        await settle()
-        waiting.ledger.finish(first, 0, Ref("a"))
-        await waiting.claim(1, 1)
-        waiting.ledger.advance(1, trained=1)
         with pytest.raises(OldWeightsError, match="Load newer weights") as caught:
-            await later
+            await old
         assert (caught.value.serving_version, caught.value.oldest, caught.value.version) == (0, 1, 1)
-        assert len(await waiting.lease(1, serving_version=1)) == 1
 
-    asyncio.run(run())
+    run(job())
 
 
-def test_timeouts(waiting):
-    """After the timeout a lease is empty, and a claim is a shortage."""
+def test_timeouts(make_waiting):
+    """After the timeout a lease is empty, and a claim is a shortage. A wait does not use up the deadline of a lease."""
+    waiting = make_waiting()
 
-    async def run():
+    async def job():
         assert (await waiting.claim(1, 1, timeout_s=0.01)).reason == "not_enough"
-        assert len(await waiting.lease(1)) == 1
+        [first] = await waiting.lease(1, deadline=100.0)
         assert await waiting.lease(1, timeout_s=0.01) == []
+        later = asyncio.create_task(waiting.lease(1, deadline=100.0))
+        await asyncio.sleep(0.1)
+        waiting.ledger.cancel(first)
+        [lease] = await later
+        assert waiting.ledger.expire(100.05) == []
+        assert waiting.ledger.expire(200.0) == [lease]
 
-    asyncio.run(run())
-
-
-def test_a_cancelled_wait_takes_nothing(waiting):
-    """After the cancellation of waiting coroutines, everything can be leased and claimed by others."""
-
-    async def run():
-        [lease] = await waiting.lease(1)
-        tasks = [asyncio.create_task(waiting.lease(1)), asyncio.create_task(waiting.claim(1, 1))]
-        await settle()
-        for task in tasks:
-            task.cancel()
-        waiting.ledger.finish(lease, 0, Ref("a"))
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(task.cancelled() for task in tasks)
-        assert waiting.ledger.state(0) == "finished"
-        check(waiting.ledger)
-        assert isinstance(await waiting.claim(1, 1), Claim)
-
-    asyncio.run(run())
+    run(job())
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_cancelled_at_every_await(waiting, turns):
-    """A coroutine that is cancelled at any moment has either returned its leases or leased nothing."""
+def test_cancelled_at_every_await(make_waiting, turns):
+    """A coroutine that is cancelled at any moment has either returned its groups or taken nothing."""
+    waiting = make_waiting()
 
-    async def run():
+    async def job():
         [first] = await waiting.lease(1)
-        task = asyncio.create_task(waiting.lease(1))
+        tasks = [asyncio.create_task(waiting.lease(1)), asyncio.create_task(waiting.claim(1, 1))]
         for turn in range(6):
             if turn == turns:
-                task.cancel()
+                for task in tasks:
+                    task.cancel()
             if turn == 2:
-                waiting.ledger.cancel(first)
+                waiting.ledger.finish(first, 0, Ref("a"))
+                waiting.ledger.advance(0)
             await asyncio.sleep(0)
-        [outcome] = await asyncio.gather(task, return_exceptions=True)
-        leased = waiting.ledger.statistics().leased
-        assert leased == (0 if isinstance(outcome, asyncio.CancelledError) else 1)
+        lease, claim = await asyncio.gather(*tasks, return_exceptions=True)
+        numbers = waiting.ledger.statistics()
+        assert numbers.leased == isinstance(lease, list)
+        assert numbers.claimed == isinstance(claim, Claim)
+        check(waiting.ledger)
 
-    asyncio.run(run())
-
-
-def count_calls(ledger, name, monkeypatch):
-    """Return a list that gets an entry for each call of a method."""
-    calls, method = [], getattr(ledger, name)
-    monkeypatch.setattr(ledger, name, lambda *args, **options: calls.append(args) or method(*args, **options))
-    return calls
+    run(job())
 
 
-def test_one_of_many_tries_to_lease(make_ledger, monkeypatch):
-    """A change costs one attempt, however many wait, and who waits longest gets the room."""
-    waiting = AsyncLedger(make_ledger(100, group_size=1, groups_per_version=4, max_staleness=0))
-
-    async def run():
-        leases = await waiting.lease(4)
-        tasks = [asyncio.create_task(waiting.lease(1)) for _ in range(50)]
-        await settle()
-        calls = count_calls(waiting.ledger, "lease", monkeypatch)
-        for lease in leases:
-            waiting.ledger.cancel(lease)
-            await settle()
-        assert [task.done() for task in tasks] == [True] * 4 + [False] * 46
-        assert len(calls) <= 2 * 4
-        tasks[4].cancel()
-        waiting.ledger.cancel(tasks[0].result()[0])
-        await settle()
-        assert tasks[5].done()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(run())
-
-
-def test_a_claim_is_tried_when_enough_is_finished(make_ledger, monkeypatch):
+def test_a_claim_is_tried_when_enough_is_finished(make_waiting, monkeypatch):
     """A trainer that waits for many groups costs nothing until they are there, or until others have become too old."""
-    waiting = AsyncLedger(make_ledger(100, group_size=1, groups_per_version=8, max_staleness=0, on_stale="requeue"))
+    waiting = make_waiting(100, places=8, on_stale="requeue")
 
-    async def run():
+    async def job():
         leases = await waiting.lease(8)
-        calls = count_calls(waiting.ledger, "claim", monkeypatch)
+        calls, claim = [], waiting.ledger.claim
+        monkeypatch.setattr(waiting.ledger, "claim", lambda *args, **rest: calls.append(args) or claim(*args, **rest))
         task = asyncio.create_task(waiting.claim(1, 8))
         for lease in leases[:4]:
             waiting.ledger.finish(lease, 0, Ref(lease.prompt_id))
@@ -159,56 +114,42 @@ def test_a_claim_is_tried_when_enough_is_finished(make_ledger, monkeypatch):
         assert len((await task).groups) == 8
         assert len(calls) == 3
 
-    asyncio.run(run())
+    run(job())
 
 
-def test_the_end_of_the_source(make_ledger):
-    """When no group can come back, a lease is empty and a claim is exhausted; until then both wait."""
+def test_a_claim_that_has_lost_a_group(make_waiting):
+    """A step that has lost a group to a filter waits for one other group, not for a whole batch."""
+    waiting = make_waiting(100, places=4)
 
-    async def run():
-        waiting = AsyncLedger(make_ledger(1, group_size=1, groups_per_version=2, max_staleness=1))
-        [lease] = await waiting.lease(5)
-        later = asyncio.create_task(waiting.lease(5))
+    async def job():
+        for lease in await waiting.lease(4):
+            waiting.ledger.finish(lease, 0, Ref(lease.prompt_id))
+        await waiting.claim(1, 4)
+        waiting.ledger.drop([0], "no_signal")
+        claim = asyncio.create_task(waiting.claim(1, 4))
         await settle()
+        waiting.ledger.finish((await waiting.lease(4))[0], 0, Ref("another"))
+        assert [group.prompt_id for group in (await claim).groups] == [1, 2, 3, 4]
+
+    run(job())
+
+
+def test_the_end_of_the_source(make_waiting):
+    """When no group can come back, a lease is empty and a claim is exhausted; until then both wait."""
+    waiting = make_waiting(1, places=2, max_staleness=1)
+
+    async def job():
+        [lease] = await waiting.lease(1)
+        claim = asyncio.create_task(waiting.claim(1, 2))
+        await settle()
+        later = asyncio.create_task(waiting.lease(5))
+        assert (await claim).reason == "exhausted"
         assert not later.done(), "the first group may fail and come back"
         waiting.ledger.fail(lease, reason="it broke")
         [again] = await later
         waiting.ledger.finish(again, 0, Ref("a"))
-        assert (await waiting.claim(1, 2)).reason == "exhausted"
         await waiting.claim(1, 1)
         waiting.ledger.advance(1, trained=1)
         assert await waiting.lease(5) == []
 
-    asyncio.run(run())
-
-
-def test_the_end_of_the_source_wakes_a_claim(make_ledger):
-    """A claim that waits for more groups learns that the source has ended, although no group changes then."""
-
-    async def run():
-        waiting = AsyncLedger(make_ledger(1, group_size=1, groups_per_version=2, max_staleness=1))
-        [lease] = await waiting.lease(1)
-        claim = asyncio.create_task(waiting.claim(1, 2))
-        waiting.ledger.finish(lease, 0, Ref("a"))
-        await settle()
-        assert not claim.done()
-        more = asyncio.create_task(waiting.lease(1))
-        assert (await asyncio.wait_for(claim, 10)).reason == "exhausted"
-        more.cancel()
-
-    asyncio.run(run())
-
-
-def test_a_wait_does_not_use_up_the_deadline(waiting):
-    """Generation has the same time, however long its lease has waited for room."""
-
-    async def run():
-        [first] = await waiting.lease(1, deadline=100.0)
-        later = asyncio.create_task(waiting.lease(1, deadline=100.0))
-        await asyncio.sleep(0.1)
-        waiting.ledger.cancel(first)
-        [lease] = await later
-        assert waiting.ledger.expire(100.05) == []
-        assert waiting.ledger.expire(200.0) == [lease]
-
-    asyncio.run(run())
+    run(job())

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations are checked when they are made, and values are frozen and can be pickled."""
+"""Configurations are checked when they are made, values are frozen and can be pickled, and streams continue."""
 
 import dataclasses
 import os
 import pickle
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fairlead_rollouts import (
     Claim,
     Completeness,
     Group,
+    IndexStream,
     LedgerConfig,
     OldWeightsError,
     ReadyFirst,
@@ -18,7 +21,6 @@ from fairlead_rollouts import (
     Sample,
     Shortage,
     SnapshotError,
-    sample_id,
 )
 
 GOOD = {"group_size": 4, "groups_per_version": 2, "max_staleness": 1}
@@ -28,17 +30,11 @@ GOOD = {"group_size": 4, "groups_per_version": 2, "max_staleness": 1}
     ("options", "message"),
     [
         ({"group_size": 0}, "group_size is 0; it must be at least 1"),
-        ({"groups_per_version": 0}, "groups_per_version is 0"),
-        ({"max_leased": 0}, "max_leased is 0"),
-        ({"max_open": -1}, "max_open is -1"),
         ({"max_staleness": -1}, "max_staleness is -1; it must be at least 0"),
-        ({"lookahead": -1}, "lookahead is -1"),
-        ({"serving_lag": -1}, "serving_lag is -1"),
         ({"serving_lag": 2}, "serving_lag is 2, above lookahead, which is 1"),
         ({"serving_lag": 2, "lookahead": 2}, "serving_lag is 2, above max_staleness, which is 1"),
         ({"completeness": Completeness(max_attempts=0)}, "max_attempts is 0"),
         ({"completeness": Completeness(min_samples=1)}, "min_samples is 1; with group_size 4 .* between 2 and 4"),
-        ({"completeness": Completeness(min_samples=5)}, "min_samples is 5"),
         ({"max_staleness": None}, "max_staleness is None"),
         ({"policy": ReadyFirst()}, "not ReadyFirst"),
         ({"lookahead": None}, "from 0 to max_staleness, which is 1, not None"),
@@ -51,25 +47,10 @@ def test_wrong_configuration(options, message):
         LedgerConfig(**{**GOOD, **options})
 
 
-def test_groups_of_one():
-    """A group of one sample needs one sample."""
-    assert LedgerConfig(group_size=1, groups_per_version=1, max_staleness=0).min_samples == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "most"),
-    [
-        ({}, 4),
-        ({"max_open": 3}, 3),
-        ({"serving_lag": 1}, 2),
-        ({"lookahead": None, "on_stale": "drop"}, None),
-        ({"lookahead": None, "on_stale": "drop", "max_open": 9}, 9),
-        ({"lookahead": 2, "on_stale": "requeue"}, 6),
-    ],
-)
-def test_most_open(options, most):
+def test_most_open():
     """The most open groups follow from the gate and from `max_open`."""
-    assert LedgerConfig(**{**GOOD, **options}).most_open == most
+    assert [LedgerConfig(**GOOD, max_open=most).most_open for most in (None, 3)] == [4, 3]
+    assert LedgerConfig(**GOOD, serving_lag=1).most_open == 2
 
 
 def test_durable_references_are_strings():
@@ -80,34 +61,33 @@ def test_durable_references_are_strings():
         Ref(os.fsdecode(b"/data/\xff"), durable=True)
 
 
-SAMPLE = Sample(0, Ref("a"), 1, 2)
-VALUES = [
-    LedgerConfig(**GOOD),
-    SAMPLE,
-    Claim(1, 0, (Group(7, (SAMPLE,), 1, 2, 1),)),
-    Shortage("wait", 1, 2, (3,)),
-]
+def test_values_and_errors_can_be_pickled():
+    """Values are equal and frozen, and errors keep their attributes and their text."""
+    claim = Claim(1, 0, (Group(7, (Sample(0, Ref("a"), 1, 2),), 1, 2, 1),))
+    for value in (LedgerConfig(**GOOD), claim, Shortage("wait", 1, 2, (3,))):
+        assert pickle.loads(pickle.dumps(value)) == value
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, dataclasses.fields(value)[0].name, 1)
+    for error in (SnapshotError("path", "it is damaged", "Restore another one."), OldWeightsError(3, 4, 5)):
+        copied = pickle.loads(pickle.dumps(error))
+        assert (vars(copied), str(copied)) == (vars(error), str(error))
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_values(value):
-    """Values can be pickled, and cannot be changed."""
-    assert pickle.loads(pickle.dumps(value)) == value
-    name = dataclasses.fields(value)[0].name
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(value, name, 1)
+@given(size=st.integers(1, 200), seed=st.integers(0, 9), epoch=st.integers(0, 3))
+def test_every_epoch_is_a_permutation(size, seed, epoch):
+    """Each epoch has every index once, and the same arguments return the same stream."""
+    stream = IndexStream(size, seed=seed)
+    order = [stream.get(epoch * size + place) for place in range(size)]
+    assert size < 20 or order != [stream.get(place) for place in range(size)] or epoch == 0
+    assert sorted(order) == list(range(size))
+    assert order == [IndexStream(size, seed=seed).get(epoch * size + place) for place in range(size)]
 
 
-ERRORS = [SnapshotError("path", "it is damaged", "Restore another one."), OldWeightsError(3, 4, 5)]
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_errors_can_be_pickled(error):
-    """A pickled error keeps its attributes and its text."""
-    copied = pickle.loads(pickle.dumps(error))
-    assert (vars(copied), str(copied)) == (vars(error), str(error))
-
-
-def test_sample_id():
-    """The key has no underscore, which some stores split at."""
-    assert sample_id(255, 7) == "ff-7"
+def test_a_stream_ends_after_its_epochs():
+    """The prompt_id after the last epoch is an `IndexError`; without epochs there is no end."""
+    assert IndexStream(3, seed=0, epochs=2).get(5) in (0, 1, 2)
+    with pytest.raises(IndexError, match="ends after 2 epochs of 3 prompts"):
+        IndexStream(3, seed=0, epochs=2).get(6)
+    assert IndexStream(3, seed=0).get(10**9) in (0, 1, 2)
+    with pytest.raises(ValueError, match="size is 0 and epochs is None"):
+        IndexStream(0, seed=0)

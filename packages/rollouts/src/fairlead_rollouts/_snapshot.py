@@ -6,21 +6,20 @@ import hashlib
 import json
 import os
 import threading
+import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._book import Book
-from .._model import Ref, Sample
-from .._settled import SettledPrompts
-from ..exceptions import SnapshotError
+from ._model import Ref, Sample
+from .exceptions import SnapshotError
 
-__all__ = ["NAME", "Snapshot", "StoredGroup", "read_snapshot", "take_snapshot", "write_snapshot"]
+__all__ = ["NAME", "Snapshot", "choose_snapshot", "read_snapshot", "set_aside", "write_snapshot"]
 
 NAME = "rollouts.ledger"
-SCHEMA = 2
+SCHEMA = 3
 # Groups in each line of the file. `json.dumps` stops all threads, so each call of it is short.
 PIECE = 64
 DIGEST_BYTES = 65  # of the last line
@@ -32,66 +31,40 @@ StoredGroup = tuple[int, int, Any, int | None, tuple[Sample, ...]]
 class Snapshot:
     """A ledger at some moment, as a later process restores it."""
 
-    ledger: str  # the id that all runs of the job share
-    runs: list[int]  # those that have led to this one, and its own
+    runs: list[int]  # the processes that have led to this one, and its own
     step: int | None  # the step of the checkpoint that it belongs to; None for the file beside the checkpoints
     version: int
     group_size: int
-    next: int  # the first prompt that was unseen
     last_applied: int | None
     last_step: int | None  # the last step that was claimed or trained
     steps: list[tuple[int, int, int]]  # the version and the places of each step that may still count
     drops: list[tuple[int, int, Any, int]]  # see `Book.drops`
     source: bytes
-    settled: SettledPrompts
+    fates: bytes  # see `Book.fates`
     groups: list[StoredGroup]
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first and the last step after which the state can be derived."""
+        if self.step is not None:
+            return self.step, self.step
+        return -1 if self.last_applied is None else self.last_applied, self.last_step or 0
 
     def covers(self, step: int) -> bool:
         """Return whether the state after a step can be derived."""
-        if self.step is not None:
-            return self.step == step
-        return (-1 if self.last_applied is None else self.last_applied) <= step <= (self.last_step or 0)
+        first, last = self.bounds
+        return first <= step <= last
 
 
 # The members that are written as they are.
-LISTS = ("runs", "steps", "drops")
-HEADER = ("ledger", "step", "version", "group_size", "next", "last_applied", "last_step", *LISTS)
-
-
-def take_snapshot(book: Book, ledger: str, runs: list[int], step: int | None, source: bytes) -> Snapshot:
-    """Return a copy of the state of a ledger, whose lock the caller holds."""
-    last_steps = [number for number in (*book.steps, book.last_trained) if number is not None]
-    return Snapshot(
-        ledger=ledger,
-        runs=runs,
-        step=step,
-        version=book.version,
-        group_size=book.config.group_size,
-        next=book.next,
-        last_applied=book.last_applied,
-        last_step=max(last_steps, default=None),
-        steps=[(number, claim.version, claim.places) for number, claim in book.steps.items()],
-        drops=[(prompt_id, *drop) for prompt_id, drop in book.drops.items()],
-        source=source,
-        settled=book.settled.copy(),
-        groups=[
-            (record.prompt_id, record.attempt, record.prompt, record.step, tuple(record.samples.values()))
-            for record in book.records.values()
-        ],
-    )
+HEADER = ("runs", "step", "version", "group_size", "last_applied", "last_step", "steps", "drops")
 
 
 def _encode(snapshot: Snapshot) -> Iterator[bytes]:
     """Yield the lines of the file, but for the last one, which is the checksum of the others."""
-    settled = snapshot.settled
     header = {"schema": SCHEMA} | {name: getattr(snapshot, name) for name in HEADER}
-    header |= {name: getattr(settled, name) for name in ("frontier", "applied", "dropped")}
-    for name, content in (
-        ("settled_bits", zlib.compress(settled.settled_bits, 1)),
-        ("dropped_bits", zlib.compress(settled.dropped_bits, 1)),
-        ("source", snapshot.source),
-    ):
-        header[name] = base64.b64encode(content).decode()
+    header["source"] = base64.b64encode(snapshot.source).decode()
+    header["fates"] = base64.b64encode(zlib.compress(snapshot.fates, 1)).decode()
     yield json.dumps(header).encode() + b"\n"
     for first in range(0, len(snapshot.groups), PIECE):
         rows = [
@@ -160,19 +133,9 @@ def read_snapshot(path: Path) -> Snapshot:
         raise SnapshotError(str(path), "its checksum is wrong, so it is damaged", "Restore from an older checkpoint.")
     try:
         return _decode(body.splitlines(), path)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        zlib.error,
-    ) as error:
-        raise SnapshotError(
-            str(path), f"its content is not that of a snapshot: {error!r}", "Restore from an older checkpoint."
-        ) from error
+    except (LookupError, RecursionError, TypeError, ValueError, zlib.error) as error:
+        found = f"its content is not that of a snapshot: {error!r}"
+        raise SnapshotError(str(path), found, "Restore from an older checkpoint.") from error
 
 
 def _decode(lines: list[bytes], path: Path) -> Snapshot:
@@ -180,14 +143,10 @@ def _decode(lines: list[bytes], path: Path) -> Snapshot:
     if header["schema"] != SCHEMA:
         found = f"it has schema {header['schema']}, and this version of fairlead-rollouts reads schema {SCHEMA}"
         raise SnapshotError(str(path), found, "Install the version that wrote it.")
-    settled = SettledPrompts(header["frontier"], header["applied"], header["dropped"])
-    settled.settled_bits = bytearray(zlib.decompress(base64.b64decode(header["settled_bits"])))
-    settled.dropped_bits = bytearray(zlib.decompress(base64.b64decode(header["dropped_bits"])))
-    values: dict[str, Any] = {name: list(header[name]) if name in LISTS else header[name] for name in HEADER}
     return Snapshot(
-        **values,
+        **{name: header[name] for name in HEADER},
         source=base64.b64decode(header["source"]),
-        settled=settled,
+        fates=zlib.decompress(base64.b64decode(header["fates"])),
         groups=[_load(row) for line in lines[1:] for row in json.loads(line)],
     )
 
@@ -196,3 +155,39 @@ def _load(row: list[Any]) -> StoredGroup:
     prompt_id, attempt, prompt, step, rows = row
     samples = [Sample(index, Ref(value, durable=True), oldest, newest) for index, oldest, newest, value in rows]
     return prompt_id, attempt, prompt, step, tuple(samples)
+
+
+def choose_snapshot(file: Path | None, directory: Path | None, step: int, group_size: int) -> Snapshot:
+    """Return the newest snapshot from which the state after a step can be derived.
+
+    A file that continues the checkpoint knows what has finished since then. Another file is set aside.
+    """
+    path = directory or file
+    assert path is not None
+    saved = read_snapshot(path)
+    if directory is not None and file is not None and file.exists():
+        try:
+            newest = read_snapshot(file)
+        except SnapshotError:
+            newest = None
+        if newest is None or newest.runs[: len(saved.runs)] != saved.runs:
+            set_aside(file)
+        elif newest.covers(step):
+            saved, path = newest, file
+    first, last = max(0, saved.bounds[0]), saved.bounds[1]
+    if not saved.covers(step):
+        steps = str(first) if first == last else f"from {first} to {last}"
+        raise SnapshotError(str(path), f"its step is {steps}, not {step}", f"Pass step={last}, or another checkpoint.")
+    if saved.group_size != group_size:
+        remedy = f"Pass group_size={saved.group_size}, or the directory of another checkpoint."
+        raise SnapshotError(str(path), f"its group_size is {saved.group_size}, not {group_size}", remedy)
+    return saved
+
+
+def set_aside(file: Path) -> None:
+    """Rename a file that a new ledger would overwrite."""
+    aside = file.with_name(f"{file.name}.aside")
+    os.replace(file, aside)
+    warnings.warn(
+        f"The file {str(file)!r} was renamed to {aside.name!r}: it does not continue this ledger.", stacklevel=2
+    )

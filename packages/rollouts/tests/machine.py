@@ -1,30 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls in random order: the invariants hold after each, and the job can always be brought to its end."""
+"""A job and a model of what it must do, for random calls and for scenarios."""
 
 import os
 import shutil
 import tempfile
-from collections import Counter
 from pathlib import Path
 
-import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 from invariants import check
 
-from fairlead_rollouts import (
-    Claim,
-    Completeness,
-    Ledger,
-    LedgerConfig,
-    OldestFirst,
-    ReadyFirst,
-    Ref,
-    Shortage,
-)
-from fairlead_rollouts._store.file import SnapshotFile
-from fairlead_rollouts._store.snapshot import read_snapshot
+from fairlead_rollouts import Claim, Completeness, Ledger, LedgerConfig, OldestFirst, ReadyFirst, Ref, Shortage
+from fairlead_rollouts._snapshot import read_snapshot
 
 PROMPTS = 30
 # A folder in memory, where there is one: these tests do not cut the power.
@@ -35,7 +22,6 @@ FAST = "/dev/shm" if os.path.isdir("/dev/shm") else None
 def configs(draw):
     size, places, bound = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(0, 2))
     on_stale = draw(st.sampled_from(["wait", "wait", "requeue", "drop"]))
-    policies = [OldestFirst()] if on_stale == "wait" else [OldestFirst(), ReadyFirst()]
     unbounded = on_stale != "wait" and draw(st.booleans())
     return LedgerConfig(
         group_size=size,
@@ -44,7 +30,7 @@ def configs(draw):
         lookahead=bound,
         serving_lag=draw(st.integers(0, bound)),
         max_leased=draw(st.none() | st.integers(1, 6)),
-        policy=draw(st.sampled_from(policies)),
+        policy=draw(st.sampled_from([OldestFirst(), ReadyFirst()][: 1 + (on_stale != "wait")])),
         on_stale=on_stale,
         completeness=Completeness(
             min_samples=draw(st.integers(min(2, size), size)),
@@ -62,27 +48,19 @@ class Machine(RuleBasedStateMachine):
     @initialize(config=configs(), mode=st.sampled_from(["directory", "both", "file"]))
     def begin(self, config, mode):
         self.config, self.mode, self.time, self.step, self.version = config, mode, 0, 0, 0
-        self.alive, self.fates, self.steps, self.places = {}, {}, {}, {}
-        self.saved = []
+        self.alive, self.final, self.steps, self.places, self.saved = {}, {}, {}, {}, []
         self.folder = Path(tempfile.mkdtemp(dir=FAST))
         self.file = None if mode == "directory" else self.folder / "ledger"
-        self.ledger = Ledger(config, list(range(PROMPTS)), file=self.file, **self.callbacks())
-        self.save_to_disk(commit=False)
+        self.ledger = Ledger(config, list(range(PROMPTS)), file=self.file, on_release=self.release)
+        self.save(commit=False)
 
-    def callbacks(self):
-        return {"on_release": self.release, "on_event": self.record}
-
-    # The model: the references that are alive, the fate of each prompt_id, the claims that are not trained.
+    # The model: the references that are alive, the final fates, the claims that are not trained.
 
     def release(self, ref, reason):
         assert self.alive.pop(ref.value, None) is not None, f"{ref} is released twice"
 
-    def record(self, event):
-        assert self.fates.get(event.prompt_id, "unseen") == event.before
-        assert event.before not in ("applied", "dropped")
-        self.fates[event.prompt_id] = event.after
-        if event.after == "applied":
-            assert event.before == "trained"
+    def states(self):
+        return {prompt_id: self.ledger.state(prompt_id) for prompt_id in range(len(self.ledger._book.fates))}
 
     def ref(self):
         value = f"ref {len(self.alive)} at {self.time}"
@@ -95,32 +73,22 @@ class Machine(RuleBasedStateMachine):
 
     @rule(target=leases, count=st.integers(1, 6), lag=st.integers(0, 2), within=st.none() | st.integers(1, 9))
     def lease(self, count, lag, within):
-        room = self.ledger.room()
-        lag = min(lag, self.config.serving_lag, self.version)
+        room, lag = self.ledger.room(), min(lag, self.config.serving_lag, self.version)
         deadline = None if within is None else self.time + within
         leases = self.ledger.lease(count, serving_version=self.version - lag, deadline=deadline)
         assert len(leases) <= min(count, room)
         return multiple(*leases)
 
-    @rule(lease=leases, sample=st.integers(0, 2), lag=st.integers(0, 2))
-    def seal(self, lease, sample, lag):
+    @rule(lease=leases, sample=st.integers(0, 2))
+    def finish_one(self, lease, sample):
         if sample < self.config.group_size:
             owed = self.owes(lease, sample)
             assert self.ledger.finish(lease, sample, self.ref()) is owed
-
-    @rule(lease=leases)
-    def finish_whole(self, lease):
-        self.finish_all_of(lease)
 
     def finish_all_of(self, lease):
         for sample in lease.samples:
             self.ledger.finish(lease, sample, self.ref())
         assert not any(self.owes(lease, sample) for sample in lease.samples)
-
-    @rule(count=st.integers(1, 6))
-    def generate(self, count):
-        for lease in self.ledger.lease(count):
-            self.finish_all_of(lease)
 
     @rule(data=st.data())
     def finish_leases(self, data):
@@ -151,9 +119,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), minimum=st.none() | st.just(1))
     def claim(self, count, minimum):
-        self.claim_some(count, minimum)
-
-    def claim_some(self, count, minimum):
         left = self.ledger._book.next_place[1]
         count = min(count, left, self.config.most_open or count)
         found = self.ledger.claim(self.step + 1, count, minimum=minimum)
@@ -179,12 +144,12 @@ class Machine(RuleBasedStateMachine):
             leases = self.ledger.lease(6)
             for lease in leases[late:]:
                 self.finish_all_of(lease)
-            self.claim_some(4, 1)
-            self.advance_by(update)
+            self.claim(4, 1)
+            self.advance(update)
 
     @rule(data=st.data())
     def drop(self, data):
-        some = [one for one in self.fates if self.fates[one] in ("finished", "claimed")]
+        some = [prompt_id for prompt_id, state in self.states().items() if state in ("finished", "claimed")]
         if some:
             prompt_id = data.draw(st.sampled_from(some))
             self.ledger.drop([prompt_id], "no_signal")
@@ -195,9 +160,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(update=st.booleans())
     def advance(self, update):
-        self.advance_by(update)
-
-    def advance_by(self, update):
         self.version += update
         trained = min(self.steps, default=None)
         self.ledger.advance(self.version, trained=trained)
@@ -213,20 +175,17 @@ class Machine(RuleBasedStateMachine):
 
     @rule(commit=st.booleans())
     def save(self, commit):
-        self.save_to_disk(commit)
-
-    def save_to_disk(self, commit):
         step = min(self.steps, default=self.step + 1) - 1
         if self.saved and step < self.saved[-1]["step"]:
             return
         directory = Path(tempfile.mkdtemp(dir=self.folder))
         assert self.ledger.prepare(step, directory).parent == directory
         done = {"applied": "applied", "trained": "applied", "dropped": "dropped"}
-        fates = {prompt_id: done[fate] for prompt_id, fate in self.fates.items() if fate in done}
+        fates = {prompt_id: done[state] for prompt_id, state in self.states().items() if state in done}
         self.saved.append({"step": step, "version": self.version, "directory": directory, "fates": fates})
         if commit:
             self.ledger.commit(step)
-            assert "trained" not in self.fates.values()
+            assert "trained" not in self.states().values()
 
     @rule()
     def flush(self):
@@ -244,15 +203,14 @@ class Machine(RuleBasedStateMachine):
         if self.mode == "file" and not covered:
             return
         if covered:  # the file knows the last checkpoint of a step only
-            checkpoint["fates"] = same_step[-1]["fates"]
+            checkpoint |= {"fates": same_step[-1]["fates"], "version": same_step[-1]["version"]}
         self.kill()
-        self.fates = {}
         # Without a file the snapshot may list a payload that has been released since.
         exists = None if covered else lambda ref: ref.value in self.alive
         places = {"step": checkpoint["step"], "version": checkpoint["version"]}
         places["directory"] = None if self.mode == "file" else checkpoint["directory"]
         self.ledger = Ledger.restore(
-            self.config, list(range(PROMPTS)), **places, file=self.file, exists=exists, **self.callbacks()
+            self.config, list(range(PROMPTS)), **places, file=self.file, exists=exists, on_release=self.release
         )
         self.step, self.version, self.steps = checkpoint["step"], checkpoint["version"], {}
         self.places = {step: place for step, place in self.places.items() if step <= self.step}
@@ -263,23 +221,21 @@ class Machine(RuleBasedStateMachine):
         assert all(self.alive[value].durable for value in held)
         self.alive = {value: self.alive[value] for value in held}
         # Nothing is skipped, and nothing that the checkpoint covers is open again.
-        seen = range(self.ledger._book.next)
-        states = {prompt_id: self.ledger.state(prompt_id) for prompt_id in seen}
-        assert {one: state for one, state in states.items() if state in ("applied", "dropped")} == checkpoint["fates"]
+        states = self.states()
+        self.final = {one: state for one, state in states.items() if state in ("applied", "dropped")}
+        assert self.final == checkpoint["fates"]
         assert set(states.values()) <= {"applied", "dropped", "pending", "finished"}
         newest = [sample.newest_version for record in records for sample in record.samples.values()]
         assert max(newest, default=0) <= self.version
         # Admission counts what the steps of the checkpoint took from the current version.
-        taken = Counter()
-        for version, places in self.places.values():
-            taken[version] += places if version >= self.version else 0
-        assert Counter(self.ledger._book.consumed) == +taken
-        self.fates = states
+        for version in {version for version, _ in self.places.values() if version >= self.version}:
+            places = sum(count for taken, count in self.places.values() if taken == version)
+            assert self.ledger._book.count_places(version) == places
 
     def kill(self):
         """Unlock the file without a last write."""
         if self.file is not None:
-            self.ledger._file._changed.clear()
+            self.ledger._file.changed = False
             self.ledger.close()
 
     @invariant()
@@ -290,9 +246,11 @@ class Machine(RuleBasedStateMachine):
         waiting = {call.args[0].value for _, call in self.ledger._book.callbacks._listed}
         assert refs | waiting == set(self.alive)
         assert not refs & waiting
-        for prompt_id in range(PROMPTS):
-            assert self.ledger.state(prompt_id) == self.fates.get(prompt_id, "unseen")
-            assert f"Prompt {prompt_id} is {self.ledger.state(prompt_id)}" in self.ledger.explain(prompt_id)
+        states = self.states()
+        assert states | self.final == states, "a final fate has changed"
+        self.final = {one: state for one, state in states.items() if state in ("applied", "dropped")}
+        for prompt_id, state in states.items():
+            assert f"Prompt {prompt_id} is {state}" in self.ledger.explain(prompt_id)
 
     def teardown(self):
         """Every prompt is trained or dropped, in so many rounds: no claim waits for itself."""
@@ -307,12 +265,10 @@ class Machine(RuleBasedStateMachine):
     def finish_everything(self):
         for _ in range(200):
             for lease in [record.lease for record in self.ledger._book.by_state["leased"].values()]:
-                for sample in range(self.config.group_size):
-                    self.ledger.finish(lease, sample, self.ref())
-            while self.ledger.room() and (leases := self.ledger.lease(min(self.ledger.room(), 10))):
+                self.finish_all_of(lease)
+            while leases := self.ledger.lease(10):
                 for lease in leases:
-                    for sample in lease.samples:
-                        assert self.ledger.finish(lease, sample, self.ref())
+                    self.finish_all_of(lease)
             left = self.ledger._book.next_place[1]
             claim = self.ledger.claim(self.step + 1, min(left, self.config.most_open or left), minimum=1)
             self.step += 1
@@ -321,27 +277,9 @@ class Machine(RuleBasedStateMachine):
             self.ledger.advance(self.version, trained=self.step)
             self.ledger.prepare(self.step, self.folder)
             self.ledger.commit(self.step)
-            if self.ledger._book.settled.frontier == PROMPTS:
+            if len(self.ledger._book.fates) == PROMPTS and not self.ledger._book.records:
                 break
         self.ledger.flush()
         self.invariants_hold()
-        assert set(self.fates.values()) <= {"applied", "dropped"}
-        assert len(self.fates) == PROMPTS
+        assert len(self.final) == PROMPTS
         assert self.alive == {}
-
-
-class Often(Machine):
-    """The same for longer."""
-
-
-# 2,000 steps, and 20,000 each night.
-Machine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
-Often.TestCase.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
-TestMachine = Machine.TestCase
-TestOften = pytest.mark.nightly(Often.TestCase)
-
-
-@pytest.fixture(autouse=True)
-def no_thread(monkeypatch):
-    """Let the file be written by the rules only, so that an example can be repeated."""
-    monkeypatch.setattr(SnapshotFile, "_run", lambda file: None)

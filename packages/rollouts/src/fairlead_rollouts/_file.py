@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file of a ledger beside the checkpoints, which a thread writes at most once a second."""
 
-import contextlib
 import logging
 import os
 import socket
@@ -12,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..exceptions import SnapshotError
-from .snapshot import Snapshot, write_snapshot
+from ._snapshot import Snapshot, write_snapshot
+from .exceptions import SnapshotError
 
 try:
     import fcntl
@@ -39,20 +38,19 @@ class SnapshotFile:
         path: the file, in a folder that exists.
 
     Attributes:
+        changed: whether the ledger has changed since the last snapshot; then the next turn writes one.
         taken: the number of the last snapshot that was begun.
         written: the number of the last snapshot that is in the file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.changed = self._closed = False
         self.taken = self.written = 0
-        self._pid = os.getpid()
         self._descriptor = self._lock()
         self._take: Callable[[], Snapshot] | None = None
         self._ledger_lock: Any = None
-        self._turn = threading.Lock()
-        self._changed, self._urgent, self._closing = threading.Event(), threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._turn, self._urgent = threading.Lock(), threading.Event()
         files.add(self)
 
     def _lock(self) -> int:
@@ -86,18 +84,12 @@ class SnapshotFile:
         """
         self._take, self._ledger_lock = take, ledger_lock
         self.save()
-        self._thread = threading.Thread(target=self._run, name=f"writer of {self.path.name}", daemon=True)
-        self._thread.start()
-
-    def note_change(self) -> None:
-        """Write a snapshot at the next turn."""
-        if not self._changed.is_set():
-            self._changed.set()
+        threading.Thread(target=self._run, name=f"writer of {self.path.name}", daemon=True).start()
 
     def hurry(self) -> None:
         """Write a snapshot in the background without waiting for the second to pass."""
+        self.changed = True
         self._urgent.set()
-        self._changed.set()
 
     def save(self) -> None:
         """Write a snapshot, and return when it is on the disk.
@@ -105,60 +97,55 @@ class SnapshotFile:
         Raises:
             SnapshotError: The disk is full, for example. The next turn tries again.
         """
-        if self._pid != os.getpid():
-            found = f"process {self._pid}, which has forked this one, uses it"
-            raise SnapshotError(str(self.path), found, "Use the ledger in the process that made it.")
-        if self._closing.is_set() or self._take is None:
-            raise SnapshotError(str(self.path), "it is closed", "Close the ledger after its last use.")
         with self._turn:
+            if self._closed or self._take is None:
+                remedy = "Use the ledger in the process that made it, and close it after its last use."
+                raise SnapshotError(str(self.path), "it is closed in this process", remedy)
             with self._ledger_lock:
-                self._changed.clear()
+                self.changed = False
                 snapshot, number = self._take(), self.taken + 1
                 self.taken = number
             try:
                 write_snapshot(self.path, snapshot)
             except BaseException:
-                self._changed.set()
+                self.changed = True
                 raise
             self.written = number
 
     def _run(self) -> None:
         rest = 0.0
-        while True:
-            self._changed.wait()
-            self._closing.wait(rest)
+        while not self._closed:
+            time.sleep(rest)
             self._urgent.wait(max(0.0, INTERVAL_S - rest))
             self._urgent.clear()
-            if self._closing.is_set():
-                return
             began = time.thread_time()
             try:
-                self.save()
+                if self.changed:
+                    self.save()
             except SnapshotError as error:
-                if not self._closing.is_set():
+                if not self._closed:
                     logger.warning("%s It is tried again.", error)
             rest = (time.thread_time() - began) / SHARE
 
     def close(self) -> None:
         """Write the last changes and unlock the file. It can be repeated, and does nothing in a forked process."""
-        if self._closing.is_set() or self._pid != os.getpid():
-            return
         try:
-            if self._take is not None and self._changed.is_set():
+            if self.changed and self._take is not None and not self._closed:
                 self.save()
         finally:
-            self._closing.set()
-            self.hurry()
-            if self._thread is not None and self._thread is not threading.current_thread():
-                self._thread.join(INTERVAL_S)
-            os.close(self._descriptor)
+            with self._turn:
+                if not self._closed:
+                    os.close(self._descriptor)
+                self._closed = True
+            self._urgent.set()
 
 
 def _leave_to_parent() -> None:
-    """Close the locks in a forked process, so that they end with the process that made them."""
+    """Close the files in a forked process, so that their locks end with the process that made them."""
     for file in list(files):
-        with contextlib.suppress(OSError):
-            os.close(file._descriptor)  # noqa: SLF001  of this module
+        if not file._closed:  # noqa: SLF001  of this module
+            os.close(file._descriptor)  # noqa: SLF001
+            file._closed, file._turn = True, threading.Lock()  # noqa: SLF001
 
 
 files: "weakref.WeakSet[SnapshotFile]" = weakref.WeakSet()
