@@ -2,8 +2,8 @@
 """Content-addressed uv environments on every node of a Ray cluster: never half-built, never stale."""
 
 from ._housekeeping import Venv, list_venvs, prune
+from ._lock import VenvSpec
 from ._nodes import create_local_venv, create_local_venv_on_each_node, ensure_venvs
-from ._spec import VenvSpec
 from ._worker_env import (
     PY_EXECUTABLES,
     WorkerEnv,

@@ -8,9 +8,8 @@ import time
 from collections.abc import Sequence
 
 from ._housekeeping import Venv, list_venvs, prune
-from ._lock import venv_root
+from ._lock import VenvSpec, venv_root
 from ._nodes import abbreviate, create_local_venv
-from ._spec import VenvSpec
 from .exceptions import VenvError
 
 

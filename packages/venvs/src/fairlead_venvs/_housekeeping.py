@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._lock import NOTE, is_shared, venv_root
+from ._lock import NOTE, VenvSpec, is_shared, venv_root
 from ._node.store import FACTS, MANIFEST, check_root, lock_place, name_aside, read_manifest, sweep, try_lock
-from ._spec import VenvSpec
 
 # Seconds since the last use after which an environment may be removed: before, its process may be about to start.
 RECENT_S = 300.0

@@ -19,7 +19,7 @@ from urllib.request import url2pathname
 from ._node.build import PYLOCK, Recipe, this_platform, this_python
 from ._node.store import FORMAT, build_folder, mark_used, publish, read_facts, write_facts
 from ._node.uv import NOT_INHERITED, USERINFO, Deadline, Runner, is_secret_name, locate_uv, redact
-from ._spec import VenvSpec
+from ._spec import BaseSpec
 from .exceptions import VenvBuildError
 
 NOTE = ".note-"
@@ -62,7 +62,7 @@ def is_shared() -> bool:
     return os.environ.get("FAIRLEAD_VENV_SHARED") == "1"
 
 
-def plan_venv(spec: VenvSpec, name: str | None, deadline: Deadline, *, refresh: bool = False) -> Plan:
+def plan_venv(spec: BaseSpec, name: str | None, deadline: Deadline, *, refresh: bool = False) -> Plan:
     """Decide the content of an environment. Without a note of the same inputs, or for `refresh`, uv resolves it."""
     if name is not None and (not isinstance(name, str) or not re.fullmatch(NAME, name) or ".." in name):
         raise ValueError(f"venv_name must be a plain word of at most 100 letters, digits, '_', '-', '.', got {name!r}")
@@ -89,7 +89,7 @@ def plan_venv(spec: VenvSpec, name: str | None, deadline: Deadline, *, refresh: 
 class _Inputs:
     """A spec with the settings of this process and the files that apply to it."""
 
-    def __init__(self, spec: VenvSpec) -> None:
+    def __init__(self, spec: BaseSpec) -> None:
         self.spec = spec
         ambient = {name: value for name, value in os.environ.items() if INDEXES.fullmatch(name) and not spec.no_index}
         # Variables of uv and of the setup command on every node.
@@ -271,3 +271,62 @@ def _make_plan(inputs: _Inputs, facts: Mapping[str, Any], place: Path, name: str
     )
     paths = {name: str(place / path) for name, (path, _) in facts["paths"].items()}
     return Plan(recipe, pylock, {os.path.basename(inputs.settings) or "uv.toml": inputs.settings, **paths})
+
+
+class VenvSpec(BaseSpec):
+    """The content of an environment. Specs with the same content have the same fingerprint and share one environment.
+
+    Exactly one of `requirements`, `project` and `command` is given.
+
+    Args:
+        requirements: as for pip: "numpy>=2", or "pkg @ https://...", also a wheel or a folder of this machine by
+            "pkg @ file:///...". May be empty.
+        project: folder with a pyproject.toml. Its uv.lock is beside it, or in the workspace that it is part of. Nothing
+            is installed editable: its code, and that of local folders, travels as source distributions.
+        extras: extras of the project to install. Their order does not matter.
+        groups: dependency groups of the project to install.
+        default_groups: whether to install also the groups that uv installs by default (usually `dev`).
+        install_project: whether to install the project's own code.
+        frozen: do not check that the lock matches the pyproject.
+        command: "uv run --locked --extra vllm --directory X", read as a project with its extras, groups and default
+            groups; or "uv run --no-project --with numpy", read as requirements.
+        python: version, "3.11" or "3.11.7"; by default major and minor version of this Python.
+        env: variables for uv and `setup`, such as UV_INDEX or UV_TORCH_BACKEND, on every node. Secrets of `setup`
+            belong here: they are never shown or written, and do not count.
+        find_links: folders or URLs with distributions. Those that are chosen are sent to the nodes.
+        index: URL of the package index, instead of the one that uv is configured to use.
+        no_index: use no index at all.
+        setup: a command, as a list, that runs in the new environment at the end. It is shown in errors.
+        system_site_packages: make the packages of the base interpreter visible. Their content does not count.
+
+    Raises:
+        ValueError: the arguments contradict each other, or do not describe an environment.
+        TypeError: a string where a sequence of strings is needed.
+
+    >>> spec = VenvSpec(requirements=["NumPy >= 2", "ray"])
+    >>> spec.requirements
+    ('numpy>=2', 'ray')
+    >>> spec == VenvSpec(requirements=("ray", "numpy>=2"))
+    True
+    """
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that decides the content, as 64 hexadecimal digits.
+
+        It covers the exported lock, the code of a project, uv's settings in the project and in `env`, the version,
+        implementation and platform of Python, and `setup`. Requirements that were never resolved are resolved first.
+
+        Raises:
+            ValueError: there is no project or lock.
+            VenvBuildError: nothing satisfies the requirements, or the lock does not match its pyproject.
+        """
+        return plan_venv(self, None, Deadline(1800.0)).recipe.fingerprint
+
+
+def as_spec(py_executable: Any) -> VenvSpec:
+    """Return a spec that is given as itself or as a command."""
+    if isinstance(py_executable, VenvSpec):
+        return py_executable
+    if not isinstance(py_executable, str):
+        raise TypeError(f"expected a VenvSpec or a command 'uv run ...', got {type(py_executable).__name__}")
+    return VenvSpec(command=py_executable)

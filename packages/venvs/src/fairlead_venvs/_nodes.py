@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from . import _node, exceptions
-from ._lock import Plan, plan_venv
+from ._lock import Plan, VenvSpec, as_spec, plan_venv
 from ._node.build import Answer, Outcome, ensure_here, ensure_venv
 from ._node.uv import Deadline
 from ._ray_private import draining_nodes, is_client
-from ._spec import VenvSpec, as_spec
 from .exceptions import VenvBuildError, VenvError, VenvNodesError, VenvTimeoutError
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The content of an environment, as a user requests it, checked once; also as a command of uv."""
+"""The fields of a request for an environment, checked once; also those that a command of uv stands for."""
 
 import dataclasses
 import os
@@ -13,7 +13,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from ._node.uv import NOT_INHERITED, Deadline, is_secret_name, redact
+from ._node.uv import NOT_INHERITED, is_secret_name, redact
 
 OF_PROJECT = ("extras", "groups", "default_groups", "frozen")
 PYTHON = r"\d+\.\d+(\.\d+)?"
@@ -30,42 +30,8 @@ SWITCHES = ("--locked", "--frozen", "--no-project")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class VenvSpec:
-    """The content of an environment. Specs with the same content have the same fingerprint and share one environment.
-
-    Exactly one of `requirements`, `project` and `command` is given.
-
-    Args:
-        requirements: as for pip: "numpy>=2", or "pkg @ https://...", also a wheel or a folder of this machine by
-            "pkg @ file:///...". May be empty.
-        project: folder with a pyproject.toml. Its uv.lock is beside it, or in the workspace that it is part of. Nothing
-            is installed editable: its code, and that of local folders, travels as source distributions.
-        extras: extras of the project to install. Their order does not matter.
-        groups: dependency groups of the project to install.
-        default_groups: whether to install also the groups that uv installs by default (usually `dev`).
-        install_project: whether to install the project's own code.
-        frozen: do not check that the lock matches the pyproject.
-        command: "uv run --locked --extra vllm --directory X", read as a project with its extras, groups and default
-            groups; or "uv run --no-project --with numpy", read as requirements.
-        python: version, "3.11" or "3.11.7"; by default major and minor version of this Python.
-        env: variables for uv and `setup`, such as UV_INDEX or UV_TORCH_BACKEND, on every node. Secrets of `setup`
-            belong here: they are never shown or written, and do not count.
-        find_links: folders or URLs with distributions. Those that are chosen are sent to the nodes.
-        index: URL of the package index, instead of the one that uv is configured to use.
-        no_index: use no index at all.
-        setup: a command, as a list, that runs in the new environment at the end. It is shown in errors.
-        system_site_packages: make the packages of the base interpreter visible. Their content does not count.
-
-    Raises:
-        ValueError: the arguments contradict each other, or do not describe an environment.
-        TypeError: a string where a sequence of strings is needed.
-
-    >>> spec = VenvSpec(requirements=["NumPy >= 2", "ray"])
-    >>> spec.requirements
-    ('numpy>=2', 'ray')
-    >>> spec == VenvSpec(requirements=("ray", "numpy>=2"))
-    True
-    """
+class BaseSpec:
+    """The fields of `VenvSpec`, which documents them."""
 
     requirements: Sequence[str] | None = None
     project: str | Path | None = None
@@ -108,20 +74,6 @@ class VenvSpec:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
-    def fingerprint(self) -> str:
-        """Return a hash of everything that decides the content, as 64 hexadecimal digits.
-
-        It covers the exported lock, the code of a project, uv's settings in the project and in `env`, the version,
-        implementation and platform of Python, and `setup`. Requirements that were never resolved are resolved first.
-
-        Raises:
-            ValueError: there is no project or lock.
-            VenvBuildError: nothing satisfies the requirements, or the lock does not match its pyproject.
-        """
-        from ._lock import plan_venv
-
-        return plan_venv(self, None, Deadline(1800.0)).recipe.fingerprint
-
     def __repr__(self) -> str:
         shown = {
             item.name: getattr(self, item.name)
@@ -131,15 +83,6 @@ class VenvSpec:
         if "env" in shown:
             shown["env"] = {name: "***" if is_secret_name(name) else value for name, value in self.env.items()}
         return redact(f"VenvSpec({', '.join(f'{name}={value!r}' for name, value in shown.items())})")
-
-
-def as_spec(py_executable: Any) -> VenvSpec:
-    """Return a spec that is given as itself or as a command."""
-    if isinstance(py_executable, VenvSpec):
-        return py_executable
-    if not isinstance(py_executable, str):
-        raise TypeError(f"expected a VenvSpec or a command 'uv run ...', got {type(py_executable).__name__}")
-    return VenvSpec(command=py_executable)
 
 
 def is_uv_command(text: str) -> bool:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ._lock import Plan, plan_venv
+from ._lock import Plan, VenvSpec, as_spec, plan_venv
 from ._node.build import Outcome, probe_here, this_python
 from ._node.uv import Deadline
 from ._nodes import alive_nodes, provide, raise_errors, run_on_nodes
-from ._spec import VenvSpec, as_spec, is_uv_command, parse_command
+from ._spec import is_uv_command, parse_command
 from .exceptions import VenvError, VenvMismatchError
 
 TABLE = "[tool.fairlead.actor-environments]"

@@ -3,10 +3,10 @@
 
 import doctest
 
-import fairlead_venvs._spec
+import fairlead_venvs._lock
 
 
 def test_examples_in_docstrings():
     """The examples show what the code does."""
-    results = doctest.testmod(fairlead_venvs._spec)
+    results = doctest.testmod(fairlead_venvs._lock)
     assert (results.failed, results.attempted) == (0, 3)
