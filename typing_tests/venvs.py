@@ -54,12 +54,12 @@ def tidy(spec: VenvSpec) -> None:
 
 def read_errors(error: venvs.VenvError) -> None:
     match error:
+        case venvs.UvUnavailableError() | venvs.VenvMismatchError():
+            assert_type(error.node, str | None)
         case venvs.VenvBuildError():
             assert_type((error.reason, error.output, error.node), tuple[str, tuple[str, ...], str | None])
         case venvs.VenvTimeoutError():
             assert_type((error.doing, error.timeout_s), tuple[str, float])
-        case venvs.UvUnavailableError() | venvs.VenvMismatchError():
-            assert_type(error.node, str | None)
         case venvs.VenvNodesError():
             for one in error.exceptions:
                 assert_type(one, venvs.VenvError | ExceptionGroup[venvs.VenvError])

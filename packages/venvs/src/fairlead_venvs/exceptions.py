@@ -69,8 +69,8 @@ class UvUnavailableError(VenvBuildError):
 
     def __str__(self) -> str:
         return (
-            f"{super().__str__()}. Install uv next to Ray on every node (`pip install uv`), or give the path of a "
-            "program (FAIRLEAD_VENV_UV)."
+            f"uv is needed to build environments{self._on_node()}: {self.reason}. Install it next to Ray on every node "
+            "(`pip install uv`), or give the path of a program (FAIRLEAD_VENV_UV)."
         )
 
 
