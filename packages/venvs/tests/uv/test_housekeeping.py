@@ -60,7 +60,6 @@ def test_list(make_project, project_spec):
     assert project.pids == (running.pid,)
     assert other.pids == ()
     assert before - 1 <= project.built_at <= project.used_at <= time.time()
-    assert project.ray is None
 
 
 def test_variable_counts_as_use(build, age, root, tmp_path, monkeypatch, eventually):
