@@ -130,7 +130,7 @@ def test_another_ray(root, ray_wheels, worker_spec, make_project, tools):
         with pytest.raises(VenvMismatchError) as caught:
             ensure_worker_env(spec)
         assert (caught.value.actual, caught.value.required) == ("2.0.0", ray.__version__)
-        assert str(caught.value).startswith(f"{spec!r} has ray 2.0.0, but a worker of this cluster needs ray")
+        assert " has ray 2.0.0, but a worker of this cluster needs ray" in str(caught.value)
     assert {path.name[:5] for path in root.iterdir()} == {".lock", ".note"}
 
 
