@@ -156,5 +156,5 @@ def test_a_draining_node(
         assert Path(python).exists()
         assert [leaving[:8] in record.message for record in caplog.records if "Skipped" in record.message] == [True]
         assert create_local_venv_on_each_node(VenvSpec(requirements=[]), nodes=[staying]) == python
-        with pytest.raises(ValueError, match=f"{leaving[:8]}.*a draining node starts no tasks"):
+        with pytest.raises(ValueError, match=f"alive and not draining.*{leaving}"):
             create_local_venv_on_each_node(VenvSpec(requirements=[]), nodes=[leaving])

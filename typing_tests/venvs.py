@@ -6,7 +6,6 @@ A comment that ignores an error marks a use that type checkers must reject: an i
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -26,7 +25,7 @@ def specify() -> None:
 
 def build(spec: VenvSpec) -> None:
     assert_type(venvs.create_local_venv("uv run --locked", "name", timeout_s=60), str)
-    assert_type(venvs.create_local_venv_on_each_node(spec, "name", nodes=["id"], progress=False), str)
+    assert_type(venvs.create_local_venv_on_each_node(spec, "name", nodes=["id"]), str)
     assert_type(venvs.ensure_venvs([spec, "uv run --locked"], nodes=None), list[str])
     env = venvs.ensure_worker_env(spec, nodes=["id"], timeout_s=60)
     assert_type(env, venvs.WorkerEnv)
@@ -49,18 +48,18 @@ def tidy(spec: VenvSpec) -> None:
     found = venvs.list_venvs()
     assert_type(found, list[venvs.Venv])
     assert_type((found[0].path, found[0].ray), tuple[Path, str | None])
-    assert_type(venvs.prune(["name", spec, *found], older_than=timedelta(days=1), dry_run=True), list[venvs.Venv])
+    assert_type(venvs.prune(["name", spec, *found], older_than=3600), list[venvs.Venv])
     venvs.prune(older_than="1d")  # type: ignore[arg-type]
 
 
 def read_errors(error: venvs.VenvError) -> None:
     match error:
+        case venvs.UvUnavailableError() | venvs.VenvMismatchError():
+            assert_type(error.node, str | None)
         case venvs.VenvBuildError():
             assert_type((error.reason, error.output, error.node), tuple[str, tuple[str, ...], str | None])
         case venvs.VenvTimeoutError():
             assert_type((error.doing, error.timeout_s), tuple[str, float])
-        case venvs.UvUnavailableError() | venvs.VenvMismatchError():
-            assert_type(error.node, str | None)
         case venvs.VenvNodesError():
             for one in error.exceptions:
                 assert_type(one, venvs.VenvError | ExceptionGroup[venvs.VenvError])

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by the tests: small wheels and projects, so that no index is needed, and a folder for each test."""
 
-import base64
 import contextlib
-import hashlib
 import os
 import subprocess
 import sys
@@ -18,43 +16,28 @@ from fairlead_venvs import VenvSpec
 
 # A build backend in the project's own folder: `uv build` needs nothing from anywhere.
 BACKEND = """
-import io, pathlib, tarfile, tomllib, zipfile
+import pathlib, tarfile, tomllib, zipfile
 
-def _project():
-    return tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
-
-def _metadata():
-    project = _project()
-    lines = [f"Metadata-Version: 2.1\\nName: {project['name']}\\nVersion: {project['version']}\\n"]
-    lines += [f"Requires-Dist: {one}\\n" for one in project.get("dependencies", [])]
-    for extra, wanted in project.get("optional-dependencies", {}).items():
-        lines.append(f"Provides-Extra: {extra}\\n")
-        lines += [f"Requires-Dist: {one}; extra == '{extra}'\\n" for one in wanted]
-    return "".join(lines)
+def _stem():
+    project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+    return f"{project['name'].replace('-', '_')}-{project['version']}"
 
 def build_wheel(folder, config_settings=None, metadata_directory=None):
-    project = _project()
-    stem = f"{project['name'].replace('-', '_')}-{project['version']}"
-    name = f"{stem}-py3-none-any.whl"
-    with zipfile.ZipFile(pathlib.Path(folder, name), "w") as wheel:
+    stem = _stem()
+    with zipfile.ZipFile(pathlib.Path(folder, f"{stem}-py3-none-any.whl"), "w") as wheel:
         for path in sorted(pathlib.Path("src").rglob("*.py")):
             wheel.write(path, path.relative_to("src"))
-        wheel.writestr(f"{stem}.dist-info/METADATA", _metadata())
+        name, version = stem.split("-")
+        wheel.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n")
         wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
         wheel.writestr(f"{stem}.dist-info/RECORD", "")
-    return name
+    return f"{stem}-py3-none-any.whl"
 
 def build_sdist(folder, config_settings=None):
-    project = _project()
-    stem = f"{project['name'].replace('-', '_')}-{project['version']}"
-    with tarfile.open(pathlib.Path(folder, f"{stem}.tar.gz"), "w:gz") as sdist:
+    with tarfile.open(pathlib.Path(folder, f"{_stem()}.tar.gz"), "w:gz") as sdist:
         for path in [pathlib.Path("pyproject.toml"), pathlib.Path("backend.py"), *pathlib.Path("src").rglob("*.py")]:
-            sdist.add(path, f"{stem}/{path}")
-        content = _metadata().encode()
-        entry = tarfile.TarInfo(f"{stem}/PKG-INFO")
-        entry.size = len(content)
-        sdist.addfile(entry, io.BytesIO(content))
-    return f"{stem}.tar.gz"
+            sdist.add(path, f"{_stem()}/{path}")
+    return f"{_stem()}.tar.gz"
 """
 
 
@@ -67,19 +50,15 @@ def make_wheel(folder, name, version="1.0", *, files=None, requires=(), scripts=
         **({f"{name}.py": code} if module else {}),
         **(files or {}),
         f"{info}/METADATA": metadata + "".join(f"Requires-Dist: {one}\n" for one in requires),
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
     }
     if scripts:
-        content[f"{info}/entry_points.txt"] = "[console_scripts]\n" + "".join(
-            f"{k} = {v}\n" for k, v in scripts.items()
-        )
-    record = ""
-    for path, text in content.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        record += f"{path},sha256={digest},{len(text.encode())}\n"
+        lines = [f"{name} = {function}\n" for name, function in scripts.items()]
+        content[f"{info}/entry_points.txt"] = "[console_scripts]\n" + "".join(lines)
     made = Path(folder, f"{name}-{version}-py3-none-any.whl")
     with zipfile.ZipFile(made, "w") as wheel:
-        for path, text in {**content, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
+        for path, text in content.items():
             wheel.writestr(path, text)
     return made
 
@@ -122,8 +101,7 @@ def root(tmp_path, monkeypatch):
 def no_leaks(root):
     """Check that no build leaves anything. It replaces the fixture of all packages, which needs fairlead-placement."""
     yield
-    assert [path.name for path in (*root.glob("*.building-*"), *root.glob(".notes/*.building-*"))] == []
-    assert [path.name for path in root.glob("*.trash-*")] == []
+    assert [path.name for path in root.glob("*.aside-*")] == []
 
 
 @pytest.fixture

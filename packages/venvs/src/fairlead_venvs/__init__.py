@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Content-addressed uv environments on every node of a Ray cluster: never half-built, never stale.
-
->>> import subprocess
->>> from fairlead_venvs import VenvSpec, create_local_venv
->>> python = create_local_venv(VenvSpec(requirements=[]))
->>> subprocess.run([python, "-c", "print('runs')"], capture_output=True, text=True).stdout
-'runs\\n'
->>> create_local_venv(VenvSpec(requirements=[])) == python
-True
-"""
+"""Content-addressed uv environments on every node of a Ray cluster: never half-built, never stale."""
 
 from ._housekeeping import Venv, list_venvs, prune
-from ._local import create_local_venv
-from ._nodes import create_local_venv_on_each_node, ensure_venvs
-from ._registry import (
+from ._lock import VenvSpec
+from ._nodes import create_local_venv, create_local_venv_on_each_node, ensure_venvs
+from ._worker_env import (
     PY_EXECUTABLES,
+    WorkerEnv,
     actor_environments,
+    ensure_worker_env,
     get_actor_python_env,
     known_actor_environments,
+    make_actor_runtime_env,
     register_actor_env,
 )
-from ._spec import VenvSpec
-from ._worker_env import WorkerEnv, ensure_worker_env, make_actor_runtime_env
 from .exceptions import (
     UvUnavailableError,
     VenvBuildError,

@@ -5,23 +5,18 @@ from typing import Any
 
 
 def draining_nodes() -> frozenset[str]:
-    """Return the ids of the nodes that are about to leave the cluster; empty if Ray lacks this call.
+    """Return the ids of the nodes that are about to leave the cluster, which `ray.nodes()` shows as alive.
 
-    `ray.nodes()` shows draining nodes as alive, and a task with affinity to one of them fails. Without this call,
-    Fairlead reports that failure as an error of the node.
+    A task with affinity to one of them fails. Fallback: none, and that failure is an error of the node.
     """
     import ray
 
-    ask: Any = getattr(ray._private.state.state, "get_draining_nodes", None)
-    return frozenset(ask()) if ask is not None else frozenset()
+    ask: Any = getattr(ray._private.state.state, "get_draining_nodes", frozenset)
+    return frozenset(ask())
 
 
 def is_client() -> bool:
-    """Return whether this process is connected through Ray Client, for which most of Ray's functions fail.
-
-    `ray.is_initialized()` is true of such a process too. Fallback: False. Ray's own errors then say that something is
-    wrong.
-    """
+    """Return whether this process is connected through Ray Client. Fallback: False, and Ray's own errors."""
     try:
         from ray.util.client import ray as client
 

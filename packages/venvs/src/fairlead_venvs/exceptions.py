@@ -5,15 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "UvUnavailableError",
-    "VenvBuildError",
-    "VenvError",
-    "VenvMismatchError",
-    "VenvNodesError",
-    "VenvTimeoutError",
-]
-
 
 class VenvError(Exception):
     """Base of the errors that this package raises while it resolves or builds.
@@ -47,7 +38,6 @@ class VenvBuildError(VenvError):
     reason: str
     command: str = ""
     output: tuple[str, ...] = ()
-    node: str | None = None
 
     def __str__(self) -> str:
         lines = [f"The environment is not ready{self._on_node()}: {self.reason}"]
@@ -66,7 +56,6 @@ class VenvTimeoutError(VenvError, TimeoutError):
 
     doing: str
     timeout_s: float
-    node: str | None = None
 
     def __str__(self) -> str:
         return (
@@ -75,16 +64,8 @@ class VenvTimeoutError(VenvError, TimeoutError):
         )
 
 
-@dataclass(eq=False, repr=False)
-class UvUnavailableError(VenvError):
-    """uv is missing or too old.
-
-    Attributes:
-        reason: what was missing, or what was found instead.
-    """
-
-    reason: str
-    node: str | None = None
+class UvUnavailableError(VenvBuildError):
+    """uv is missing or too old. `reason` says what was missing, or what was found instead."""
 
     def __str__(self) -> str:
         return (
@@ -108,7 +89,6 @@ class VenvMismatchError(VenvError):
     actual: str
     required: str
     where: str
-    node: str | None = None
 
     def __str__(self) -> str:
         remedy = {

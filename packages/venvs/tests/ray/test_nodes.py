@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments on the nodes of a cluster, and workers that run in them. Several hosts are tested elsewhere."""
 
-import inspect
 import os
 import shutil
 import signal
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import ray
-from uv import find_uv_bin
 
 from fairlead_venvs import (
     PY_EXECUTABLES,
@@ -21,13 +19,10 @@ from fairlead_venvs import (
     VenvNodesError,
     VenvSpec,
     VenvTimeoutError,
-    actor_environments,
     create_local_venv,
     create_local_venv_on_each_node,
     ensure_venvs,
     ensure_worker_env,
-    make_actor_runtime_env,
-    register_actor_env,
 )
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -84,36 +79,10 @@ def test_full_cluster(spec_of, tools):
 
     assert tools.says(python, "import alpha; print(alpha.version)") == "2.0"
     built = Path(python).parent.parent.stat().st_ctime_ns
-    assert create_local_venv_on_each_node(spec_of("beta")) == python == create_local_venv(spec_of("beta"))
     (node,) = [row["NodeID"] for row in ray.nodes()]
-    assert create_local_venv_on_each_node(spec_of("beta"), nodes=[node]) == python
+    again = create_local_venv_on_each_node(spec_of("beta"), nodes=[node])
+    assert again == python == create_local_venv(spec_of("beta"))
     assert Path(python).parent.parent.stat().st_ctime_ns == built
-
-
-def test_requests_to_the_head(worker_spec, monkeypatch):
-    """To find an environment that is there takes one request to Ray's head, however many nodes there are."""
-    spec = worker_spec(f"ray=={ray.__version__}")
-    create_local_venv_on_each_node(spec)
-    made = []
-    state = type(ray._private.state.state)
-
-    def count(name, method):
-        def counted(*args, **kwargs):
-            made.append(name)
-            return method(*args, **kwargs)
-
-        return counted
-
-    for name, method in inspect.getmembers(state, inspect.isfunction):
-        if not name.startswith("_"):
-            monkeypatch.setattr(state, name, count(name, method))
-    asked = ["node_table", "get_draining_nodes"]
-    ensure_worker_env(spec)
-    assert made == asked
-    create_local_venv_on_each_node(spec)
-    assert made == asked * 2
-    ensure_worker_env(f"{Path(sys.executable).parent}/../bin/python")  # another spelling of this interpreter
-    assert made == asked * 3
 
 
 def test_several(spec_of, make_project, project_spec, tools, tmp_path):
@@ -161,8 +130,8 @@ def test_another_ray(root, ray_wheels, worker_spec, make_project, tools):
         with pytest.raises(VenvMismatchError) as caught:
             ensure_worker_env(spec)
         assert (caught.value.actual, caught.value.required) == ("2.0.0", ray.__version__)
-        assert str(caught.value).startswith(f"{spec!r} has ray 2.0.0, but a worker of this cluster needs ray")
-    assert [path.name for path in root.iterdir()] == [".notes"]
+        assert " has ray 2.0.0, but a worker of this cluster needs ray" in str(caught.value)
+    assert {path.name[:5] for path in root.iterdir()} == {".lock", ".note"}
 
 
 def test_another_python(worker_spec):
@@ -175,42 +144,15 @@ def test_another_python(worker_spec):
 def test_interpreters(tmp_path):
     """An existing interpreter is probed on each node; the driver's own needs no runtime_env."""
     assert ensure_worker_env(PY_EXECUTABLES.SYSTEM).runtime_env == {}
-    link = tmp_path / "a python"
-    link.symlink_to(sys.executable)
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho oh no >&2; exit 3\n")
-    broken.chmod(0o755)
-    for path, said in ((broken, "(exit status 3)"), (tmp_path / "nowhere", "does not run")):
-        with pytest.raises(VenvNodesError) as caught:
-            ensure_worker_env(str(path))
+    program = tmp_path / "a python"
+    program.touch(0o755)
+    for script, said in (("echo oh no >&2; exit 3", "(exit status 3)"), ("echo 5", "does not report its version")):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        with pytest.raises(VenvNodesError, match="1 of 1 environments are not ready") as caught:
+            ensure_worker_env(str(program))
         assert said in str(only(caught))
-    assert only(caught).output == ()
-    broken.write_text("#!/bin/sh\necho 5\n")
-    with pytest.raises(VenvNodesError, match=r"(?s)nodes cannot start the workers") as caught:
-        ensure_worker_env(str(broken))
-    assert "does not report its version" in str(only(caught))
-    broken.write_text(f'#!/bin/sh\necho hello; exec {sys.executable} "$@"\n')
-    assert ensure_worker_env(str(broken)).python == str(broken)
-    other = create_local_venv(VenvSpec(requirements=[]))
-    with pytest.raises(VenvNodesError) as caught:
-        ensure_worker_env(other)
-    assert only(caught).actual == "none"
-
-
-def test_classes(worker_spec):
-    """The environment of a worker class is found by the class's name."""
-    spec = worker_spec(f"ray=={ray.__version__}")
-    register_actor_env("package.module.Worker", spec)
-    register_actor_env("package.module.Plain", PY_EXECUTABLES.SYSTEM)
-    try:
-        runtime_env = make_actor_runtime_env("package.module.Worker")
-        assert runtime_env == ensure_worker_env("package.module.Worker").runtime_env
-        assert runtime_env["py_executable"] == create_local_venv(spec)
-        assert make_actor_runtime_env("package.module.Plain") == {}
-    finally:
-        actor_environments.clear()
-    with pytest.raises(ValueError, match=r"no environment is known for the worker class 'package.module.Worker'"):
-        make_actor_runtime_env("package.module.Worker")
+    program.write_text(f'#!/bin/sh\necho hello; exec {sys.executable} "$@"\n')
+    assert ensure_worker_env(str(program)).python == str(program)
 
 
 @pytest.mark.smoke
@@ -221,31 +163,6 @@ def test_errors_of_nodes(spec_of):
     error = only(caught)
     assert isinstance(error, VenvBuildError)
     assert error.output == ("no luck",)
-
-
-def test_errors_before_nodes(spec_of, root):
-    """The driver reports requirements that nothing satisfies, and calls no node."""
-    with pytest.raises(VenvBuildError, match="uv could not resolve the requirements") as caught:
-        create_local_venv_on_each_node(spec_of("alpha==3.0"))
-    assert caught.value.node is None
-    assert any("there is no version of alpha==3.0" in line for line in caught.value.output)
-    assert [path.name for path in root.iterdir()] == [".notes"]
-
-
-def test_a_node_that_joins_later(spec_of, tools, tmp_path):
-    """A node that joins later gets the versions of the others, although the index has newer ones by now."""
-    tools.make_wheel(tmp_path, "alpha", "1.0")
-    tools.make_wheel(tmp_path, "beta", requires=["alpha"])
-    spec = spec_of("beta", find_links=(), env={"UV_FIND_LINKS": str(tmp_path)})
-    python = create_local_venv_on_each_node(spec)
-    tools.make_wheel(tmp_path, "alpha", "2.0")
-    link = Path(find_uv_bin()).with_name(f"uv-{os.getpid()}")
-    os.link(find_uv_bin(), link)  # as uv itself does for a further environment that has uv
-    link.unlink()
-    shutil.rmtree(Path(python).parent.parent)  # it is not there on a new node
-
-    assert create_local_venv_on_each_node(spec) == python
-    assert tools.says(python, "import alpha; print(alpha.version)") == "1.0"
 
 
 def test_errors_of_actors(spec_of):
@@ -265,14 +182,11 @@ def test_errors_of_actors(spec_of):
 
 def test_misuse(spec_of):
     """Unknown nodes and an empty list of nodes are refused."""
-    with pytest.raises(ValueError, match=r"no nodes that are alive have the ids \['nowhere'\]"):
-        create_local_venv_on_each_node(spec_of("alpha"), nodes=["nowhere"])
-    with pytest.raises(ValueError, match="list of node ids"):
-        create_local_venv_on_each_node(spec_of("alpha"), nodes=[])
-    with pytest.raises(ValueError, match="list of node ids"):
-        create_local_venv_on_each_node(spec_of("alpha"), nodes="abc")
-    with pytest.raises(ValueError, match="plain word"):
-        create_local_venv_on_each_node(spec_of("alpha"), "../x")
+    for nodes in (["nowhere"], [], "abc"):
+        with pytest.raises(ValueError, match="nodes must be ids of nodes that are alive"):
+            create_local_venv_on_each_node(spec_of("alpha"), nodes=nodes)
+    with pytest.raises(ValueError, match="timeout_s"):
+        create_local_venv_on_each_node(spec_of("alpha"), timeout_s=0)
 
 
 def test_deadline(spec_of, tools, eventually):
@@ -302,23 +216,23 @@ def test_interrupted(spec_of, tools, tmp_path, eventually):
     assert eventually(lambda: tools.running("sleep\0006545") == [], 60)
 
 
-# A Python in which nothing of Fairlead can be imported.
+# A sitecustomize after which nothing of Fairlead can be imported.
 BARE = """
-    import ray, sys
+import sys
 
-    class Absent:
-        def find_spec(self, name, path=None, target=None):
-            if name.startswith("fairlead"):
-                raise ModuleNotFoundError(name)
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("fairlead"):
+            raise ModuleNotFoundError(name)
 
-    sys.meta_path.insert(0, Absent())
+sys.meta_path.insert(0, Absent())
 """
 
 
-def test_nodes_without_fairlead(spec_of, tmp_path, monkeypatch, tools):
+def test_nodes_without_fairlead(spec_of, tmp_path, tools):
     """A node needs only Ray and uv: what runs there imports nothing of Fairlead."""
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(BARE).replace("import ray, sys", "import sys"))
+    (tmp_path / "site" / "sitecustomize.py").write_text(BARE)
     code = f"""
         import os, ray
         from fairlead_venvs import VenvSpec, create_local_venv_on_each_node

@@ -14,15 +14,20 @@ from fairlead_venvs import (
     VenvTimeoutError,
 )
 
+
+def on_node(error):
+    error.node = "10.0.0.1 (abc)"
+    return error
+
+
 ERRORS = [
     VenvError("no"),
-    VenvBuildError("no such package.", "uv pip install x", ("error: no", "hint: none"), "10.0.0.1 (abc)"),
+    on_node(VenvBuildError("no such package.", "uv pip install x", ("error: no", "hint: none"))),
     VenvBuildError("no room"),
     VenvTimeoutError("uv sync", 3.0),
-    VenvTimeoutError("uv sync", 3.0, "10.0.0.1 (abc)"),
     UvUnavailableError("nothing there"),
-    VenvMismatchError("ray", "2.0", "2.60.0", "The environment of /x/bin/python", "10.0.0.1 (abc)"),
-    VenvNodesError("1 of 2", [VenvBuildError("no room", node="10.0.0.1 (abc)")]),
+    on_node(VenvMismatchError("ray", "2.0", "2.60.0", "The environment of /x/bin/python")),
+    VenvNodesError("1 of 2", [on_node(VenvBuildError("no room"))]),
 ]
 
 
@@ -44,8 +49,8 @@ def test_messages():
         "  $ uv pip install x\n  error: no\n  hint: none"
     )
     assert str(ERRORS[3]).startswith("Not done within 3 s: uv sync. ")
-    assert "`pip install uv`" in str(ERRORS[5])
-    assert "Ask for 'ray==2.60.0' in its requirements" in str(ERRORS[6])
+    assert "`pip install uv`" in str(ERRORS[4])
+    assert "Ask for 'ray==2.60.0' in its requirements" in str(ERRORS[5])
 
 
 def test_groups():

@@ -2,12 +2,11 @@
 """Specs: the forms of a request, and those that are refused before any process is started."""
 
 import pickle
-import sys
 from pathlib import Path
 
 import pytest
 
-from fairlead_venvs import PY_EXECUTABLES, VenvSpec, create_local_venv
+from fairlead_venvs import VenvSpec, create_local_venv
 
 
 @pytest.mark.parametrize(
@@ -38,19 +37,10 @@ def test_command_without_project():
     assert VenvSpec(command=command) == VenvSpec(requirements=["ray", "numpy", "packaging>=24"])
 
 
-def test_commands_for_registries(tmp_path, monkeypatch):
-    """The predefined commands mean the project in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    assert VenvSpec(command=PY_EXECUTABLES.BASE) == VenvSpec(project=tmp_path, default_groups=True)
-    assert VenvSpec(command=PY_EXECUTABLES.VLLM).extras == ("vllm",)
-    assert sys.executable == PY_EXECUTABLES.SYSTEM
-
-
 @pytest.mark.parametrize(
     "command",
     [
         "uv run --isolated",
-        "uv run --no-sync",
         "uv run --locked=yes",
         "uv run python train.py",
         "uv run -m train",
@@ -58,8 +48,6 @@ def test_commands_for_registries(tmp_path, monkeypatch):
         "uv run --no-project --extra vllm",
         "uv run --extra",
         "uv sync --locked",
-        "uvx ruff",
-        "python",
         "",
     ],
 )
@@ -73,19 +61,12 @@ REFUSED = [
     ({}, "exactly one of"),
     ({"requirements": [], "project": "."}, "exactly one of"),
     ({"command": "uv run", "project": "."}, "exactly one of"),
-    ({"command": "uv run", "extras": ["x"]}, "put it into the command"),
-    ({"requirements": [], "extras": ["x"]}, "belong to a project"),
+    ({"command": "uv run", "extras": ["x"]}, "belong to project=, or into the command"),
+    ({"requirements": [], "extras": ["x"]}, "belong to project="),
     ({"requirements": ["-r other.txt"]}, "Options such as -r and -e"),
-    ({"requirements": ["-e ."]}, "Options such as -r and -e"),
     ({"requirements": ["./folder"]}, "is not a requirement"),
-    ({"requirements": ["pkg @ file:///tmp/pkg"]}, "names a path of this machine"),
-    ({"requirements": ["/nowhere/pkg-1.0-py3-none-any.whl"]}, "there is no wheel"),
     ({"requirements": [], "python": ">=3.11"}, "must be a version"),
-    ({"requirements": [], "index": "pypi"}, "must be a URL"),
-    ({"requirements": [], "index": "https://host", "no_index": True}, "contradict"),
-    ({"requirements": [], "find_links": ["/a,b"]}, "comma"),
     ({"requirements": [], "env": {"VIRTUAL_ENV": "/x"}}, "may not set VIRTUAL_ENV"),
-    ({"requirements": [], "setup": [""]}, "must start with a program"),
 ]
 
 
@@ -100,10 +81,7 @@ def test_refused(fields, said):
     "fields",
     [
         {"requirements": "numpy"},
-        {"requirements": [1]},
-        {"requirements": [], "setup": "echo"},
         {"requirements": [], "env": {"A": 1}},
-        {"requirements": [], "env": ["A"]},
         {"project": ".", "extras": "vllm"},
     ],
 )
@@ -113,20 +91,10 @@ def test_types(fields):
         VenvSpec(**fields)
 
 
-def test_what_is_no_spec():
-    """An interpreter or a number is not an environment that can be built."""
-    with pytest.raises(ValueError, match="expected a VenvSpec or a command"):
-        create_local_venv("/usr/bin/python3")
-    with pytest.raises(TypeError, match="expected a VenvSpec or a command"):
-        create_local_venv(3)
-
-
 def test_projects_that_cannot_be_read(tmp_path, make_project):
-    """A missing project, lock or folder is reported before any process is started."""
+    """A missing project or lock is reported before any process is started."""
     with pytest.raises(ValueError, match=r"no pyproject.toml in"):
         create_local_venv(VenvSpec(project=tmp_path))
-    with pytest.raises(ValueError, match="no folder"):
-        create_local_venv(VenvSpec(requirements=[], find_links=[str(tmp_path / "nowhere")]))
     folder = make_project(lock=False)
     with pytest.raises(ValueError, match="run `uv lock` there"):
         create_local_venv(VenvSpec(project=folder))

@@ -6,13 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from fairlead_venvs import VenvBuildError, VenvSpec, create_local_venv
-from fairlead_venvs._node.store import FORMAT, MANIFEST
+from fairlead_venvs._node.store import MANIFEST
 
 
 @pytest.mark.smoke
@@ -44,18 +43,18 @@ def test_warm(spec_of, make_project, project_spec):
     assert started == []
 
 
-def test_wheels_by_path(tools, tmp_path):
-    """A wheel can be given by its path; another content under the same name is another environment."""
-    wheel = tools.make_wheel(tmp_path, "delta")
-    spec = VenvSpec(requirements=[str(wheel)], no_index=True)
+def test_file_urls(make_project, tools, tmp_path, wheels):
+    """A wheel or a folder can be given by its URL; another content in the same place is another environment."""
+    wheel, folder = tools.make_wheel(tmp_path, "delta"), make_project(lock=False)
+    spec = VenvSpec(
+        requirements=[f"delta @ {wheel.as_uri()}", f"proj @ {folder.as_uri()}"], find_links=[str(wheels)], no_index=True
+    )
     first = create_local_venv(spec)
     tools.make_wheel(tmp_path, "delta", files={"delta.py": "version = 'changed'"})
-    second = create_local_venv(VenvSpec(requirements=[str(wheel)], no_index=True))
+    second = create_local_venv(spec)
 
-    assert [tools.says(python, "import delta; print(delta.version)") for python in (first, second)] == [
-        "1.0",
-        "changed",
-    ]
+    code = "import alpha, delta, proj; print(alpha.version, delta.version, proj.answer)"
+    assert [tools.says(python, code) for python in (first, second)] == ["1.0 1.0 42", "1.0 changed 42"]
 
 
 def test_project(make_project, project_spec, tools, wheels):
@@ -134,43 +133,6 @@ def test_local_folders(make_project, project_spec, tools, tmp_path, wheels):
     assert tools.says(changed, "import other; print(other.answer)") == "43"
 
 
-def test_other_spellings_of_names(make_project, project_spec, tools, tmp_path):
-    """A project, its extras and its groups need not be spelled as in the lock."""
-    make_project("helper_lib", folder=tmp_path / "a lib", dependencies=["gamma"], lock=False)
-    more = """
-        [project.optional-dependencies]
-        Good_Extra = ["helper_lib"]
-        [dependency-groups]
-        My_Group = ["beta"]
-        Other_Group = ["helper_lib"]
-        [tool.uv]
-        default-groups = ["my-group", "other.group"]
-        [tool.uv.sources]
-        helper_lib = { path = "../a lib" }
-        """
-    folder = make_project("My_Project", more=more)
-    there = "import importlib.util as u; print(*(n for n in 'My_Project helper_lib beta'.split() if u.find_spec(n)))"
-    extra = create_local_venv(project_spec(folder, extras=["Good_Extra"]))
-    assert tools.says(extra, there) == "My_Project helper_lib"
-    assert create_local_venv(project_spec(folder, extras=["good-extra"])) == extra
-    assert tools.says(create_local_venv(project_spec(folder, groups=["my.group"])), there) == "My_Project beta"
-
-
-def test_build_that_writes_its_version(make_project, project_spec, tools):
-    """A project whose build writes into its own source has one environment, and every edit is still seen."""
-    folder = make_project()
-    backend, module = folder / "backend.py", folder / "src" / "proj" / "__init__.py"
-    start = "def build_sdist(folder, config_settings=None):\n"
-    write = "    pathlib.Path('src/proj/_version.py').write_text('version = 1')\n"
-    backend.write_text(backend.read_text().replace(start, start + write))
-    first = create_local_venv(project_spec(folder))
-    assert [create_local_venv(project_spec(folder)) for _ in range(2)] == [first] * 2
-    module.write_text("answer = 43\n")
-    assert tools.says(create_local_venv(project_spec(folder)), "import proj; print(proj.answer)") == "43"
-    module.write_text("answer = 42\n")
-    assert create_local_venv(project_spec(folder)) == first
-
-
 @pytest.mark.smoke
 def test_setup(spec_of, tools):
     """The setup command runs inside, with what is installed; if it fails there is no environment."""
@@ -201,7 +163,7 @@ def test_names(spec_of):
             create_local_venv(spec_of("alpha"), name)
 
 
-@pytest.mark.parametrize("damage", ["empty", "garbage", "other", "partial", "list", "deep", "gone", "python"])
+@pytest.mark.parametrize("damage", ["empty", "garbage", "other", "deep", "gone", "python"])
 def test_damaged(spec_of, tools, damage):
     """An incomplete environment is not reported as ready, but built again in the same place."""
     spec = spec_of("alpha")
@@ -214,9 +176,7 @@ def test_damaged(spec_of, tools, damage):
         manifest.unlink()
     else:
         other = json.dumps({**json.loads(manifest.read_text()), "fingerprint": "0" * 64})
-        partial = json.dumps({"format": FORMAT, "fingerprint": spec.fingerprint()})
-        damaged = {"empty": "", "garbage": "{", "other": other, "partial": partial, "list": "[]", "deep": "[" * 100_000}
-        manifest.write_text(damaged[damage])
+        manifest.write_text({"empty": "", "garbage": "{", "other": other, "deep": "[" * 100_000}[damage])
 
     assert create_local_venv(spec) == python
     assert tools.says(python, "import alpha; print(alpha.version)") == "2.0"
@@ -238,32 +198,3 @@ def test_force_rebuild(spec_of, tools):
     assert out == "1.0\n"
     assert running.returncode == 0
     assert not (folder / "mark").exists()
-
-
-def test_never_a_gap(spec_of):
-    """An environment that is rebuilt again and again is complete at every moment."""
-    spec = spec_of("alpha")
-    python = create_local_venv(spec)
-    script = """
-        import os, sys
-        print("up", flush=True)
-        looks = missing = 0
-        os.set_blocking(0, False)
-        while not sys.stdin.read(1):
-            looks += 1
-            missing += not os.path.exists(sys.argv[1])
-        print(looks, missing)
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), python],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as looking:
-        assert looking.stdout.readline() == "up\n"
-        for _ in range(5):
-            create_local_venv(spec, force_rebuild=True)
-        out, _ = looking.communicate("x", timeout=60)
-    looks, missing = map(int, out.split())
-    assert looks > 100
-    assert missing == 0

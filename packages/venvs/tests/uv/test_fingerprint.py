@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What changes the fingerprint of an environment, what does not, and how long a resolution is kept."""
 
-import os
-import re
 import shutil
 import subprocess
 import sys
@@ -63,38 +61,15 @@ def test_requirements(spec_of, wheels, tools, tmp_path):
     assert len({first, *(spec.fingerprint() for spec in others)}) == len(others) + 1
 
 
-def test_project(folder, project_spec):
-    """Extras, groups, own code, Python, setup and settings each make another environment."""
-    specs = [
-        project_spec(folder),
-        project_spec(folder, extras=["x"]),
-        project_spec(folder, extras=["x", "y"]),
-        project_spec(folder, groups=["dev"]),
-        project_spec(folder, install_project=False),
-        project_spec(folder, install_project=False, python=OTHER_PYTHON),
-        project_spec(folder, setup=["true"]),
-        project_spec(folder, env={"UV_TORCH_BACKEND": "cpu"}),
-    ]
-    assert len({spec.fingerprint() for spec in specs}) == len(specs)
-    assert (
-        project_spec(folder, extras=["y", "x"]).fingerprint() == project_spec(folder, extras=["x", "y"]).fingerprint()
-    )
-    with_default = project_spec(folder, default_groups=True)
-    assert with_default.fingerprint() == project_spec(folder, groups=["dev"]).fingerprint()
-
-
 def test_settings_of_the_project(folder, project_spec):
     """uv's settings in a project count, as they decide how nodes build."""
     spec = project_spec(folder, install_project=False)
     first = spec.fingerprint()
     pyproject = folder / "pyproject.toml"
-    text = pyproject.read_text()
-    pyproject.write_text(text + '[tool.uv]\nno-build-isolation-package = ["a"]\n')
-    assert spec.fingerprint() != first
-    pyproject.write_text(text)
-    assert spec.fingerprint() == first
+    pyproject.write_text(pyproject.read_text() + '[tool.uv]\nno-build-isolation-package = ["a"]\n')
+    second = spec.fingerprint()
     (folder / "uv.toml").write_text("no-cache = true\n")
-    assert spec.fingerprint() != first
+    assert len({first, second, spec.fingerprint()}) == 3
 
 
 def test_files_that_are_no_source(folder, project_spec, calls):
@@ -129,14 +104,6 @@ def test_edited_while_it_is_built(folder, project_spec, tools):
     assert tools.says(create_local_venv(project_spec(folder)), "import proj; print(proj.answer)") == "42"
 
 
-def test_name(folder, project_spec):
-    """The name of an environment changes neither its content nor the fingerprint in its folder's name."""
-    fingerprint = project_spec(folder).fingerprint()
-    for name in ("one", "two"):
-        assert f"/{name}-{fingerprint[:12]}/bin/python" in create_local_venv(project_spec(folder), name)
-    assert f"/proj-{fingerprint[:12]}/bin/python" in create_local_venv(project_spec(folder))
-
-
 def test_resolved_once(wheels, tools, calls, tmp_path):
     """A later build gets the versions of the first one, until they are resolved again."""
     links = tmp_path / "links"
@@ -153,18 +120,13 @@ def test_resolved_once(wheels, tools, calls, tmp_path):
     assert create_local_venv(spec) == second
 
 
-def test_settings_of_the_driver(wheels, tools, tmp_path, monkeypatch):
-    """Variables of the driver that uv reads decide the resolution, also by the files that they name."""
+def test_settings_of_the_driver(wheels, tools, monkeypatch):
+    """Variables of the driver that uv reads decide the resolution."""
     spec = VenvSpec(requirements=["alpha"], no_index=True)
     monkeypatch.setenv("UV_FIND_LINKS", str(wheels))
-    constraints = tmp_path / "constraints.txt"
-    versions = []
-    for name, value in (("UV_RESOLUTION", "lowest"), ("UV_CONSTRAINT", "alpha<3"), ("UV_CONSTRAINT", "alpha<2")):
-        with pytest.MonkeyPatch.context() as patch:
-            constraints.write_text(value)
-            patch.setenv(name, str(constraints) if name == "UV_CONSTRAINT" else value)
-            versions.append(tools.says(create_local_venv(spec), VERSION))
-    assert versions == ["1.0", "2.0", "1.0"]
+    assert tools.says(create_local_venv(spec), VERSION) == "2.0"
+    monkeypatch.setenv("UV_RESOLUTION", "lowest")
+    assert tools.says(create_local_venv(spec), VERSION) == "1.0"
 
 
 def test_another_python(wheels, tools, root):
@@ -175,12 +137,12 @@ def test_another_python(wheels, tools, root):
     assert tools.says(create_local_venv(specs[0]), VERSION) == "2.0"
     shutil.rmtree(root)
     specs[1].fingerprint()
-    (note,) = root.glob(".notes/*/note.json")
+    (note,) = root.glob(".note-*/.fairlead-complete.json")
     assert "alpha-1.0-py3" in note.read_text()
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_git(make_project, tools, wheels, root):
+def test_git(make_project, tools, wheels):
     """A branch means the commit that it named when it was resolved."""
     folder = make_project("delta", dependencies=["alpha"], lock=False)
 
@@ -199,6 +161,3 @@ def test_git(make_project, tools, wheels, root):
     assert create_local_venv(spec) == python
     assert tools.says(python, "import alpha, delta; print(delta.answer)") == "1"
     assert tools.says(create_local_venv(spec, force_rebuild=True), "import delta; print(delta.answer)") == "2"
-    (note, *_) = root.glob(".notes/*/note.json")
-    assert re.search(r"commit-id = .*[0-9a-f]{40}", note.read_text())
-    assert os.listdir(root / ".notes")

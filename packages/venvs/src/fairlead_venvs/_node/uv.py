@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs uv and the other commands of a build: without a shell, until a deadline, keeping the last lines of output."""
+"""Runs uv and the other commands of a build: without a shell, until a deadline, without credentials in their output."""
 
 import contextlib
+import logging
 import math
 import os
 import re
@@ -9,14 +10,15 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..exceptions import UvUnavailableError, VenvBuildError, VenvTimeoutError
-from .redact import ambient_secrets, redact
+
+logger = logging.getLogger("fairlead_venvs")
 
 # Variables that describe the environment and the Ray worker of the caller, and settings that uv gets in another way, as
 # the project, its groups and the interpreter.
@@ -30,19 +32,43 @@ NOT_INHERITED = (
 )
 # Since then, the paths in an exported lock are relative to its file.
 MINIMUM = (0, 13, 0)
+REDACTED = "***"
+# A user without a password may be a token, so `git` in `git+ssh://git@host` is redacted, too. A password may have an @.
+USERINFO = re.compile(r"([a-z][a-z0-9+.-]*://)([^/\s?#\"']+)@", re.IGNORECASE)
+PARAMETER = re.compile(r"([?&]([^=&\s]+)=)[^&\s\"']+")
+# Whole words: TOKENIZERS_PARALLELISM and MAX_TOKENS are settings.
+SECRET_NAME = re.compile(
+    r"(?<![A-Z0-9])(API_?KEY|(AWS)?(ACCESS|PRIVATE)_?KEY(ID)?|CREDENTIALS?|PASS(WORD|PHRASE|WD)|SECRET|SIG(NATURE)?"
+    r"|TOKEN|USERNAME|AUTH$)(?![A-Z0-9])"
+)
 # The last lines of output that are kept, and the bytes in which they are looked for.
 LINES = 50
 TAIL_BYTES = 1 << 16
-# Seconds between two looks at the output of a command that runs.
-SHOW_S = 0.05
+# Seconds of one wait for a command. Python looks more and more rarely within a wait.
+WAIT_S = 0.05
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a variable or a parameter of a URL of this name holds a credential."""
+    return SECRET_NAME.search(name.upper().replace("-", "_")) is not None
+
+
+def redact(text: str, secrets: Iterable[str] = ()) -> str:
+    """Return a text without the credentials in its URLs, and without the given secrets."""
+    text = USERINFO.sub(rf"\1{REDACTED}@", text)
+    text = PARAMETER.sub(lambda match: f"{match[1]}{REDACTED}" if is_secret_name(match[2]) else match[0], text)
+    for secret in sorted(secrets, key=len, reverse=True):  # the longest first: one may be a part of another
+        text = text.replace(secret, REDACTED)
+    return text
 
 
 class Deadline:
-    """A moment by which several commands have to be done, and who sees what they print meanwhile."""
+    """A moment by which several commands have to be done; a ValueError if that is no positive, finite time from now."""
 
-    def __init__(self, timeout_s: float, show: Callable[[str], None] | None = None) -> None:
-        self.timeout_s = timeout_s
-        self.show = show
+    def __init__(self, timeout_s: float) -> None:
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be a number of seconds, more than 0 and finite, got {timeout_s!r}")
+        self.timeout_s = float(timeout_s)
         self._end = time.monotonic() + timeout_s
 
     def left(self) -> float:
@@ -50,18 +76,12 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
 
-def start_deadline(timeout_s: Any, show: Callable[[str], None] | None = None) -> Deadline:
-    """Return a deadline that begins now; a ValueError if this is not a positive, finite number of seconds."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout_s must be a number of seconds, more than 0 and finite, got {timeout_s!r}")
-    return Deadline(float(timeout_s), show)
-
-
 def locate_uv() -> str:
-    """Return the path of uv: `FAIRLEAD_VENV_UV`, the one of the PyPI package, or one on the path. Starts no process."""
-    uv = os.environ.get("FAIRLEAD_VENV_UV") or _find_packaged_uv() or shutil.which("uv")
+    """Return the path of uv: `FAIRLEAD_VENV_UV`, the one beside this Python, or one on the path. Starts no process."""
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    uv = os.environ.get("FAIRLEAD_VENV_UV") or shutil.which("uv", path=path)
     if not uv:
-        raise UvUnavailableError("found neither the package uv nor a program of that name")
+        raise UvUnavailableError(f"there is no program uv beside {sys.executable}, nor on the path")
     return uv
 
 
@@ -73,53 +93,35 @@ def find_uv(deadline: Deadline) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UvUnavailableError(f"{uv} does not run: {error}") from None
     version = re.match(r"uv (\d+)\.(\d+)\.(\d+)", done.stdout)
-    if done.returncode or not version:
-        output = (done.stdout + done.stderr).strip()[-200:]
-        raise UvUnavailableError(f"{uv} does not report its version, but exits with {done.returncode}: {output!r}")
-    if tuple(map(int, version.groups())) < MINIMUM:
-        oldest = ".".join(map(str, MINIMUM))
-        raise UvUnavailableError(f"{uv} has version {'.'.join(version.groups())}, and the oldest supported is {oldest}")
+    if not version or tuple(map(int, version.groups())) < MINIMUM:
+        oldest, output = ".".join(map(str, MINIMUM)), (done.stdout + done.stderr).strip()[-200:]
+        raise UvUnavailableError(f"the oldest supported version is {oldest}, and `{uv} --version` prints {output!r}")
     return uv
 
 
-# The path of the PyPI package's uv, once it was found: the search takes longer than all else that finds an environment.
-packaged: list[str] = []
-
-
-def _find_packaged_uv() -> str | None:
-    # TypeError: sysconfig answers None while another thread is the first to use it
-    # (https://github.com/python/cpython/issues/92452).
-    with contextlib.suppress(ImportError, FileNotFoundError, TypeError):
-        if not packaged:
-            from uv import find_uv_bin
-
-            packaged.append(str(find_uv_bin()))
-    return packaged[0] if packaged else None
-
-
 class Runner:
-    """Runs commands until a common deadline, shows what they print, and redacts secrets in it."""
+    """Runs commands until a common deadline, logs them, and redacts secrets in what they print."""
 
-    def __init__(
-        self, deadline: Deadline, *, env: Mapping[str, str], secrets: Iterable[str] = (), no_index: bool = False
-    ) -> None:
-        self.deadline = deadline
-        self._secrets = frozenset(secrets) | ambient_secrets()
+    def __init__(self, deadline: Deadline, env: Mapping[str, str], *, no_index: bool = False) -> None:
+        self._deadline = deadline
         self._no_index = ["--no-index"] if no_index else []
         self._uv = ""
         inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         # `uv pip sync pylock.toml` is marked as a preview.
         ours = {"UV_NO_PROGRESS": "1", "NO_COLOR": "1", "UV_PREVIEW_FEATURES": "pylock"}
         self.env = {**inherited, **ours, **env}
+        named = [name for name in self.env if (name in env or name.startswith("UV_")) and is_secret_name(name)]
+        self._secrets = [self.env[name] for name in named if len(self.env[name]) > 3]
 
     def uv(self, *arguments: str, cwd: Path, failed: str) -> None:
         """Run a command of uv, as `run` does."""
-        self._uv = self._uv or find_uv(self.deadline)
+        self._uv = self._uv or find_uv(self._deadline)
         self.run([self._uv, *arguments, *self._no_index], cwd=cwd, failed=failed)
 
     def run(self, command: Sequence[str], *, cwd: Path, failed: str, env: Mapping[str, str] | None = None) -> str:
         """Run a command and return the last lines that it printed. At the deadline, it is killed with its children."""
         shown = redact(shlex.join(command), self._secrets)
+        logger.info("%s", shown)
         # A file, as a process that outlives the command may hold a pipe open.
         with tempfile.TemporaryFile() as output:
             try:
@@ -136,28 +138,20 @@ class Runner:
             except OSError as error:
                 raise VenvBuildError(redact(f"{failed}: {error}", self._secrets), shown) from None
             try:
-                while (code := self._poll(process)) is None:
-                    if not self.deadline.left():
-                        raise VenvTimeoutError(shown, self.deadline.timeout_s)
-                    if self.deadline.show is not None and (lines := self._read_lines(output.fileno())):
-                        self.deadline.show(lines[-1])
+                while process.returncode is None:
+                    if not self._deadline.left():
+                        raise VenvTimeoutError(shown, self._deadline.timeout_s)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(min(WAIT_S, self._deadline.left()))
             finally:
                 if process.returncode is None:  # else its id may be that of another process by now
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-            lines = self._read_lines(output.fileno())
-        if code:
-            raise VenvBuildError(f"{failed} (exit status {code}).", shown, tuple(lines))
+            size = output.seek(0, os.SEEK_END)
+            output.seek(max(0, size - TAIL_BYTES))
+            text = redact(output.read().decode(errors="replace"), self._secrets)
+        lines = text.splitlines()[-LINES:]
+        if process.returncode:
+            raise VenvBuildError(f"{failed} (exit status {process.returncode}).", shown, tuple(lines))
         return "\n".join(lines)
-
-    def _poll(self, process: "subprocess.Popen[bytes]") -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(min(SHOW_S, self.deadline.left()))
-        return None
-
-    def _read_lines(self, file: int) -> list[str]:
-        """Return the last lines of the output. The position in the file is that of the command's next write."""
-        size = os.fstat(file).st_size
-        text = os.pread(file, TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")
-        return [redact(line, self._secrets) for line in text.splitlines()[-LINES:]]
