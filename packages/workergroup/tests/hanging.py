@@ -4,6 +4,7 @@
 import contextlib
 import ctypes
 import os
+import select
 import tempfile
 import time
 from collections.abc import Iterator
@@ -38,9 +39,9 @@ def hanging(group: RayWorkerGroup, rank: int, how: Way = "sleep") -> Iterator[Ca
         try:
             yield call
         finally:
-            (folder / "over").touch()
             # To open a pipe for reading waits until it is open for writing.
             write = os.open(folder / "fifo", os.O_RDWR)
+            os.write(write, b".")
             call.outcomes(60)
             os.close(write)
 
@@ -48,11 +49,13 @@ def hanging(group: RayWorkerGroup, rank: int, how: Way = "sleep") -> Iterator[Ca
 def hang(worker: Any, how: Way, folder: Path) -> None:
     """Hang until `hanging` ends it."""
     (folder / "begun").touch()
-    while how == "sleep" and not (folder / "over").exists():
-        time.sleep(0.05)
-    if how != "sleep":
+    if how == "sleep":
+        pipe = os.open(folder / "fifo", os.O_RDWR)
+        select.select([pipe], [], [])  # its innermost frame is always this one
+    else:
         library: Any = ctypes.PyDLL(None) if how == "native-gil" else ctypes.CDLL(None)
-        os.close(library.open(bytes(folder / "fifo"), os.O_RDONLY))
+        pipe = library.open(bytes(folder / "fifo"), os.O_RDONLY)
+    os.close(pipe)
 
 
 @contextlib.contextmanager
