@@ -88,7 +88,7 @@ class PortUnavailableError(PlacementError, RuntimeError):
         count: how many ports were requested.
         low: first port of the range.
         high: last port of the range, included.
-        leased: how many of the range this job's agent has leased.
+        leased: how many of the range this process has leased there.
         in_use: how many ports of the range other processes have bound.
     """
 
@@ -102,7 +102,7 @@ class PortUnavailableError(PlacementError, RuntimeError):
     def __str__(self) -> str:
         return (
             f"{self.count} port(s) in {self.low}-{self.high} were asked for on {self.node_ip}, but of these "
-            f"{self.high - self.low + 1} ports {self.leased} are leased by this job's agent and {self.in_use} "
+            f"{self.high - self.low + 1} ports {self.leased} are leased by this process and {self.in_use} "
             "are, or were a moment ago, bound by other processes. Release leases (shut groups and clusters down) or "
             "give a wider range (port_range_low, port_range_high)."
         )

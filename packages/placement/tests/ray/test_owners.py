@@ -10,7 +10,12 @@ import psutil
 import pytest
 import ray
 from ray import PlacementGroupID
-from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
@@ -168,6 +173,9 @@ class Holder:
         self.cluster = RayVirtualCluster([count], use_gpus=False, reserve_timeout_s=timeout_s)
         return len(self.cluster.reserve().slots())
 
+    def make_group(self, name):
+        ray.get(placement_group([{"CPU": 1}], name=name).ready())
+
     def exit(self):
         os._exit(1)
 
@@ -207,6 +215,16 @@ def test_groups_of_a_live_controller_and_of_others(nodes):
         ray.kill(actor)
     for group in groups:
         remove_placement_group(group)
+
+
+def test_groups_of_the_controller_itself(nodes):
+    """A reservation of an actor that lacks room leaves the groups that this actor has made in other ways."""
+    controller = start_holder()
+    ray.get(controller.make_group.remote("engine-0123abcd"), timeout=120)
+    with pytest.raises(PlacementTimeoutError, match="others hold what it needs"):
+        ray.get(controller.reserve.remote(4, 3), timeout=120)
+    (left,) = live_groups()
+    assert placement_group_table()[left]["name"] == "engine-0123abcd"
 
 
 def test_a_controller_that_is_restarted(nodes):

@@ -12,6 +12,7 @@ from ray._private import auto_init_hook
 from ray.core.generated import autoscaler_pb2, gcs_pb2  # noqa: F401
 
 from fairlead_placement import _ray_private as private
+from fairlead_placement._reserve import gpus
 from fairlead_placement.extension import (
     autoscaler_is_there,
     collect,
@@ -92,8 +93,10 @@ def test_raylets(monkeypatch):
 
 
 def test_visible_gpus(monkeypatch):
+    """A node whose GPUs are 0, 1, ... reports none. A node without Fairlead can read them, as the code is sent."""
     monkeypatch.delattr(ray._private.worker.global_worker, "original_visible_accelerator_ids", raising=False)
     assert private.visible_gpus() is None
+    assert b"original_visible_accelerator_ids" in ray.cloudpickle.dumps(gpus.visible_gpus)
 
 
 @pytest.mark.parametrize("missing", ["the switch", "the module"])

@@ -152,7 +152,9 @@ def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> dict[s
             holding = {node_id: _agents[node_id] for node_id in names if node_id in _agents}  # also while it is created
         for node_id, agent in holding.items():
             _leave(agent, names[node_id])
-    late = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception)}
+    # One that held nothing else has been ended, and with it what it held.
+    left = nodes_with()
+    late = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception) and node_id in left}
     return {node_id: error for node_id, error in late.items() if not isinstance(error.__cause__, _DEAD)}
 
 
@@ -304,18 +306,23 @@ def _watch(agent: _Agent) -> None:
 
 
 def _lose(agent: _Agent, why: str) -> None:
-    """Forget an agent that has died, and call whoever held something there."""
+    """Forget an agent that has died, and call whoever held something there, on a background thread."""
     with _lock:
         if _agents.get(agent.node_id) is not agent:
             return
         del _agents[agent.node_id]
         lost = group_pairs((on_loss, name) for name, on_loss in agent.holds.items() if on_loss is not None)
     reason = " ".join(why.split("\n\t")[0].split())
-    for on_loss, names in lost.items():
-        try:
-            on_loss(agent.node_id, names, reason)
-        except Exception:
-            logger.exception("Cannot restore what the agent of node %s held", agent.node_id[:8])
+
+    def report() -> None:
+        for on_loss, names in lost.items():
+            try:
+                on_loss(agent.node_id, names, reason)
+            except Exception:
+                logger.exception("Cannot restore what the agent of node %s held", agent.node_id[:8])
+
+    if lost:
+        run_in_thread(report)
 
 
 def _note(agent: _Agent, names: Collection[str], on_loss: OnLoss | None) -> bool:

@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,10 @@ from .head import ask_head, head_deadline, refuse_client
 logger = logging.getLogger(__name__)
 # For the request to Ray's head that creates the agent, if there is none.
 PUBLISH_S = 10.0
+# The first and the longest pause before what an agent had is published again. It doubles if agents die within a minute.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 30.0
+# When an agent died last, and the pause after it.
+_last_loss = (float("-inf"), 0.0)
 # What this process has published, by key: the connection to Ray, the version and the value.
 _published: dict[str, tuple[object | None, int, Any]] = {}
 
@@ -52,7 +57,7 @@ def publish(key: str, version: int, value: Any) -> None:
     """
     refuse_client()
     here = connection()
-    for other in [other for other, (on, *_) in _published.items() if on is not here]:
+    for other in [other for other, (on, *_) in [*_published.items()] if on is not here]:
         _published.pop(other, None)
     _published[key] = here, version, value
     _send(key, version, value)
@@ -71,6 +76,12 @@ def _send(key: str, version: int, value: Any) -> None:
 
 def _publish_again(node_id: str, keys: Sequence[str], why: str) -> None:
     logger.info("The agent of node %s has died, and what it had is published again: %s", node_id[:8], why)
+    # Agents may die one after the other, such as on a node that drains, where Ray starts none.
+    global _last_loss
+    now, (before, pause_s) = time.monotonic(), _last_loss
+    pause_s = min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S) if now - before < 60 else FIRST_PAUSE_S
+    _last_loss = now, pause_s
+    time.sleep(pause_s)
     for key in keys:
         if (published := _published.get(key)) is not None:
             _send(key, *published[1:])
@@ -110,8 +121,9 @@ def _find_boards(prefix: str) -> list[Board]:
     boards = []
     for row in ray.util.list_named_actors(all_namespaces=True):
         if row["namespace"] == NAMESPACE and row["name"].startswith(prefix):
-            job_id, owner, _ = row["name"].removeprefix(AGENT_NAME_PREFIX).split("-")
-            with contextlib.suppress(ValueError):  # it has ended since
+            # It has ended since, or its name is that of another version.
+            with contextlib.suppress(ValueError):
+                job_id, owner, _ = row["name"].removeprefix(AGENT_NAME_PREFIX).split("-")
                 boards.append(Board(job_id, owner, row["name"], ray.get_actor(row["name"], namespace=NAMESPACE)))
     return boards
 

@@ -7,13 +7,16 @@ are released.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import ray
 from ray.util.placement_group import PlacementGroup
 
+from .. import _ray_private
 from .._model import Ask, Node, Request, Verdict, matches
 from .._nodes.functions import run_in_tasks
 from .._plan.planner import decide
@@ -22,9 +25,13 @@ from .._ray_private import visible_gpus
 from .groups import Placed, Refusal, Reserved, create_groups, place, remove, remove_on_error
 from .slots import accelerator_ids
 
-# How long the agents have to report the ids of GPUs, even after the deadline, and at most: one silent node must not use
-# up the time of the whole reservation.
-AGENTS_S = (10.0, 30.0)
+logger = logging.getLogger(__name__)
+
+# fairlead-placement need not be installed on the nodes.
+ray.cloudpickle.register_pickle_by_value(_ray_private)
+# How long nodes have to report the ids of their GPUs, even after the deadline, and at most: one silent node must not
+# use up the time of the whole reservation.
+READ_S = (10.0, 30.0)
 # Nodes named in an error. The free GPUs of each are read.
 SHOWN = 4
 Wanted = Mapping[int, frozenset[str]]
@@ -174,13 +181,15 @@ def _ids(ids: Iterable[str]) -> str:
 
 
 def read_gpu_ids(nodes: Sequence[Node], *, deadline: float) -> Ids:
-    """Return the ids of all GPUs of each node, by node id, as the agents report them; 0, 1, ... if one is silent."""
+    """Return the ids of all GPUs of each node, by node id, as tasks read them there; 0, 1, ... if one fails."""
     counts = {node.node_id: int(node.total.get("GPU", 0)) for node in nodes}
     ids = {node_id: frozenset(map(str, range(count))) for node_id, count in counts.items()}
-    limit_s = min(AGENTS_S[1], max(AGENTS_S[0], deadline - time.monotonic()))
+    limit_s = min(READ_S[1], max(READ_S[0], deadline - time.monotonic()))
     asked: dict[str, tuple[()]] = {node_id: () for node_id, count in counts.items() if count}
     for node_id, visible in run_in_tasks(visible_gpus, asked, timeout_s=limit_s).items():
-        if visible and not isinstance(visible, Exception):
+        if isinstance(visible, Exception):
+            logger.warning("Cannot read the GPU ids of node %s, and take them for 0, 1, ...: %s", node_id[:8], visible)
+        elif visible:
             ids[node_id] = frozenset(visible[: counts[node_id]])
     return ids
 
