@@ -17,7 +17,7 @@ from .status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
 from .stuck import add_odd_ranks, find_innermost
 
 STUCK_AFTER_S = 300.0
-# The entries of an agent's answer that a status and a stuck worker show.
+# The entries of a node's answer that a status and a stuck worker show.
 STATUS_FIELDS = ("method", "running_s", "since_progress_s", "step", "message", "weights", "weights_age_s", "calls")
 STUCK_FIELDS = ("method", "running_s", "since_progress_s", "stacks", "note")
 

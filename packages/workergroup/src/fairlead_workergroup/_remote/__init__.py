@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that runs in workers or in the agents of their nodes, shipped there by value.
+"""Everything that runs in workers or on their nodes, shipped there by value.
 
 A worker's Python needs Ray and nothing of Fairlead. So these modules import only the standard library, Ray and each
 other; they import names, never modules, and only at the top. State that several pickles share lives in a module of its

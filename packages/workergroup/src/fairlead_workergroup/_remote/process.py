@@ -28,7 +28,7 @@ Mark = tuple[bytes, bool]
 ZOMBIE = ("Z", "X")
 VARIABLE = b"FAIRLEAD_WORKER_ID"
 PAGE = b"fairlead-tree-"
-# Ray takes about 5 s at worst to end a worker. The agent kills a worker that is alive after this time.
+# Ray takes about 5 s at worst to end a worker. A function on its node kills it if it is alive after this time.
 WORKER_GRACE_S = 8.0
 # How long children may take to end after SIGTERM before they get SIGKILL.
 CHILD_GRACE_S = 2.0
