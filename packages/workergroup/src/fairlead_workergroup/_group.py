@@ -360,8 +360,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             force: run no cleanup, and end the workers during the cleanup of another thread.
 
         Returns:
-            Whether everything succeeded; failures are logged. False if Ray's head does not answer: the processes on this
-            machine are ended, and Ray ends the others once its head answers.
+            Whether everything succeeded; failures are logged. False if Ray's head does not answer: the processes on
+            this machine are ended, and Ray ends the others once its head answers.
         """
         with head_deadline(timeout):
             return self._teardown.run(cleanup_method, timeout, force=force)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of workers, which the agents of their nodes cause. Shipped by value."""
+"""Faults of workers, which functions on their nodes cause. Shipped by value."""
 
 import signal
 import time
