@@ -17,12 +17,14 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from ._node.build import PYLOCK, Recipe, this_platform, this_python
-from ._node.store import FORMAT, build_folder, mark_used, publish, read_facts, write_facts
+from ._node.store import FORMAT, LOCKS, build_folder, mark_used, publish, read_facts, write_facts
 from ._node.uv import NOT_INHERITED, USERINFO, Deadline, Runner, is_secret_name, locate_uv, redact
 from ._spec import BaseSpec
 from .exceptions import VenvBuildError
 
 NOTE = ".note-"
+# Files that mark a folder of any name as an environment, or as a cache.
+MARKS = frozenset({"pyvenv.cfg", "CACHEDIR.TAG"})
 NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 # The driver's variables that say where distributions come from, and give access. Nodes need them to download.
 INDEXES = re.compile(r"UV_(DEFAULT_INDEX|EXTRA_INDEX_URL|INDEX(_URL|_\w+_(USERNAME|PASSWORD))?)")
@@ -33,8 +35,11 @@ PATHS = re.compile(
     r"|^directory = \{ path = \"(?P<folder>[^\"]*)\".*$"
     r"|\b(?:url = \"(?P<url>file:[^\"]*)\"|path = \"(?P<path>[^\"]*)\")"
 )
-# Folders that tools write, beside those whose names begin with a dot. They are never part of a distribution.
-SKIPPED = re.compile(r"\..*|__pycache__|node_modules|.*\.egg-info")
+# Folders that tools write, and ours. They are never part of a distribution; any other hidden folder may be one.
+SKIPPED = re.compile(
+    r"\.(git|hg|svn|hatch|hypothesis|pixi|venv|tox|nox|(mypy|pytest|ruff)_cache)|__pycache__|.*\.egg-info"
+    rf"|{re.escape(NOTE)}.*|{re.escape(LOCKS)}"
+)
 
 
 @dataclass(frozen=True)
@@ -226,7 +231,7 @@ def _scan(folder: str | Path) -> dict[str, str]:
     """Return the size and times of all files below a folder."""
     files: dict[str, str] = {}
     for base, folders, names in os.walk(folder):
-        if "pyvenv.cfg" in names and base != str(folder):  # an environment of any name
+        if base != str(folder) and not MARKS.isdisjoint(names):
             folders.clear()
             continue
         folders[:] = [name for name in folders if not SKIPPED.fullmatch(name)]
