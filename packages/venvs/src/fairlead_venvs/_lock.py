@@ -52,7 +52,10 @@ class Plan:
 
     def read_files(self) -> dict[str, bytes]:
         """Read the files: the lock, wheels, source distributions, and uv's settings in the project."""
-        read = {name: Path(path).read_bytes() if path else b"" for name, path in self.paths.items()}
+        try:
+            read = {name: Path(path).read_bytes() if path else b"" for name, path in self.paths.items()}
+        except OSError as error:  # another driver has replaced the note, or somebody a wheel
+            raise VenvBuildError(f"{error}. It was there when the environment was planned. Try again.") from None
         return {PYLOCK: self.pylock.encode(), **read}
 
 
@@ -167,11 +170,13 @@ def _resolve(inputs: _Inputs, aside: Path, runner: Runner) -> dict[str, Any]:
             name = f"files/{number}/{path.name}"
             paths[name] = (str(path), _see(path))
             return f'path = "{name}"'
-        sdist, members, state = _pack(path, new / str(number), runner)
+        sdist, members, state = _pack(path, aside / str(number), runner)
         sources.append((str(path), members, state))
         name = f"files/{number}/{sdist.name}"
-        paths[name] = (f"{number}/{sdist.name}", _see(sdist))
         digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
+        # A plan whose note is replaced must not read another content from the same path.
+        stored = sdist.rename(new / f"{number}-{digest}.tar.gz")
+        paths[name] = (stored.name, _see(stored))
         return f'archive = {{ path = "{name}", hashes = {{ sha256 = "{digest}" }} }}'
 
     pylock = PATHS.sub(move, _export(inputs, aside, runner))

@@ -14,6 +14,8 @@ import time
 import pytest
 
 from fairlead_venvs import UvUnavailableError, VenvBuildError, VenvSpec, VenvTimeoutError, create_local_venv
+from fairlead_venvs._lock import plan_venv
+from fairlead_venvs._node.uv import Deadline
 
 ASK = """
     import logging, sys
@@ -190,6 +192,18 @@ def test_lock_that_does_not_match(make_project, project_spec, tools):
     # A spec that is not frozen does not get the environment of the frozen one.
     with pytest.raises(VenvBuildError, match="needs to be updated"):
         create_local_venv(project_spec(folder))
+
+
+def test_note_that_is_replaced(make_project, project_spec):
+    """A plan whose source distribution another driver replaces, before it is read, never gets the other's."""
+    folder = make_project()
+    plan, same = (plan_venv(project_spec(folder), None, Deadline(60)) for _ in range(2))
+    assert plan.read_files() == same.read_files()
+    (folder / "src" / "proj" / "__init__.py").write_text("answer = 43\n")
+    other = plan_venv(project_spec(folder), None, Deadline(60))
+    assert other.recipe.fingerprint != plan.recipe.fingerprint
+    with pytest.raises(VenvBuildError, match="was there when the environment was planned"):
+        plan.read_files()
 
 
 def test_unknown_names(spec_of, make_project, project_spec):
