@@ -3,7 +3,6 @@
 
 import argparse
 import logging
-import sys
 import time
 from collections.abc import Sequence
 
@@ -13,8 +12,8 @@ from ._nodes import abbreviate, create_local_venv
 from .exceptions import VenvError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit status."""
+def main() -> None:
+    """Run the command that was typed. It exits with 1 for a failure, and with 2 for misuse."""
     parser = argparse.ArgumentParser(
         prog="python -m fairlead_venvs",
         description="Environments for the workers of a Ray cluster, in the folder FAIRLEAD_VENV_DIR.",
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pruned.add_argument("--keep", action="append", default=[], metavar="NAME", help="an environment that stays")
     pruned.add_argument("--older-than", type=float, metavar="DAYS", help="days since the last use (default: 5 minutes)")
     pruned.set_defaults(run=_prune)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         options.run(options)
@@ -41,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.exit(2, f"{error}\n")
     except (OSError, VenvError) as error:
         parser.exit(1, f"{error}\n")
-    return 0
 
 
 def _build(options: argparse.Namespace) -> None:
@@ -64,4 +62,4 @@ def _print_venvs(venvs: Sequence[Venv], what: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

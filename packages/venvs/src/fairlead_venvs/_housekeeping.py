@@ -101,9 +101,7 @@ def prune(keep: Iterable[str | VenvSpec | Venv] = (), older_than: float | None =
     for path in _list_folders():
         # A damaged environment, and not a folder of the user that has such a name.
         if (path / "pyvenv.cfg").is_file() and read_manifest(path) is None and _measure_age(path) >= limit:
-            with lock_place(path) as lock:
-                if lock is not False and read_manifest(path) is None and not _find_users([path])[path]:
-                    path.rename(name_aside(path))  # for the sweep
+            _remove(path, limit, without_locks=older_than is not None)
     for note in venv_root().glob(f"{NOTE}*"):
         if _measure_age(note) >= NOTES_S:
             shutil.rmtree(note, ignore_errors=True)
@@ -150,12 +148,18 @@ def _remove(path: Path, limit: float, *, without_locks: bool) -> bool:
     """Remove an environment, unless it is in use, is being built or was just used; return whether it was removed."""
     aside, python = name_aside(path), path / "bin" / "python"
     closed = python.with_name(".python")
-    # Without the folder: another process has removed it.
-    with contextlib.suppress(FileNotFoundError), lock_place(path) as lock, try_lock(path / MANIFEST) as hold:
+    manifest = path / MANIFEST
+    with (
+        contextlib.suppress(FileNotFoundError),  # another process has removed the folder
+        lock_place(path) as lock,
+        # A damaged environment may have no manifest, nor an interpreter.
+        try_lock(manifest) if manifest.exists() else contextlib.nullcontext(lock) as hold,
+    ):
         if not (without_locks if lock is hold is None else lock and hold):
             return False
         # From here on, nothing can start. What has just started shows its command a moment later.
-        python.rename(closed)
+        with contextlib.suppress(FileNotFoundError):
+            python.rename(closed)
         time.sleep(STARTING_S)
         if not _find_users([path])[path] and _measure_age(path) >= limit:
             path.rename(aside)

@@ -13,12 +13,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
 from ._node.build import PYLOCK, Recipe, this_platform, this_python
 from ._node.store import FORMAT, build_folder, mark_used, publish, read_facts, write_facts
-from ._node.uv import NOT_INHERITED, USERINFO, Deadline, Runner, is_secret_name, locate_uv, redact
+from ._node.uv import NOT_INHERITED, Deadline, Runner, is_secret_name, locate_uv, redact, replace_credentials
 from ._spec import BaseSpec
 from .exceptions import VenvBuildError
 
@@ -33,8 +33,8 @@ PATHS = re.compile(
     r"|^directory = \{ path = \"(?P<folder>[^\"]*)\".*$"
     r"|\b(?:url = \"(?P<url>file:[^\"]*)\"|path = \"(?P<path>[^\"]*)\")"
 )
-# Folders that tools write, beside those whose names begin with a dot. They are never part of a distribution.
-SKIPPED = re.compile(r"\..*|__pycache__|node_modules|.*\.egg-info")
+# Folders that tools and this package write, which are never part of a distribution. Other hidden folders may be.
+SKIPPED = re.compile(r"\.(git|hg|svn|hatch|hypothesis|locks|nox|note-.*|pixi|tox|venv)|__pycache__|.*\.egg-info")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,10 @@ class Plan:
 
     def read_files(self) -> dict[str, bytes]:
         """Read the files: the lock, wheels, source distributions, and uv's settings in the project."""
-        read = {name: Path(path).read_bytes() if path else b"" for name, path in self.paths.items()}
+        try:
+            read = {name: Path(path).read_bytes() if path else b"" for name, path in self.paths.items()}
+        except OSError as error:  # another driver has replaced the note, or somebody a wheel
+            raise VenvBuildError(f"{error}. It was there when the environment was planned. Try again.") from None
         return {PYLOCK: self.pylock.encode(), **read}
 
 
@@ -101,8 +104,10 @@ class _Inputs:
         # The file with uv's settings for the project, which decide how nodes build.
         texts = {str(path): path.read_text("utf-8") for path in files[1:3] if path.is_file()}
         self.settings = next((path for path in texts if path.endswith("uv.toml") or "[tool.uv" in texts[path]), "")
-        # Users and passwords in the URLs of requirements, which a lock repeats.
-        self.credentials = [match[2] for match in USERINFO.finditer(" ".join(spec.requirements or ()))]
+        # The words that a note has instead of the credentials in the URLs of requirements, which a lock repeats.
+        words = self.words = dict[str, str]()
+        wanted = " ".join(spec.requirements or ())
+        wanted = replace_credentials(wanted, lambda text: words.setdefault(text, f"credential-{len(words)}"))
         # Facts that every fingerprint counts.
         self.counted = [
             *(FORMAT, spec.python or this_python(), sys.implementation.name, this_platform()),
@@ -114,7 +119,7 @@ class _Inputs:
         seen = [(str(path), _see(path)) for path in files] + [(uv, _see(uv).rpartition(" ")[0])]
         names = [name for name in os.environ if name.startswith("UV_") and name not in NOT_INHERITED]
         variables = {**{name: os.environ[name] for name in names}, **self.env}
-        facts = [self.counted, repr(spec), this_python(3), _hide(variables), seen]
+        facts = [self.counted, repr(spec), wanted, this_python(3), _hide(variables), seen]
         # A hash of everything that may change what uv resolves, without credentials.
         self.key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -162,16 +167,19 @@ def _resolve(inputs: _Inputs, aside: Path, runner: Runner) -> dict[str, Any]:
             name = f"files/{number}/{path.name}"
             paths[name] = (str(path), _see(path))
             return f'path = "{name}"'
-        sdist, members, state = _pack(path, new / str(number), runner)
+        sdist, members, state = _pack(path, aside / str(number), runner)
         sources.append((str(path), members, state))
         name = f"files/{number}/{sdist.name}"
-        paths[name] = (f"{number}/{sdist.name}", _see(sdist))
         digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
+        # A plan whose note is replaced must not read another content from the same path.
+        stored = sdist.rename(new / f"{number}-{digest}.tar.gz")
+        paths[name] = (stored.name, _see(stored))
         return f'archive = {{ path = "{name}", hashes = {{ sha256 = "{digest}" }} }}'
 
+    # uv may encode other characters of a credential than the requirement does.
+    words = {unquote(text): word for text, word in inputs.words.items()}
     pylock = PATHS.sub(move, _export(inputs, aside, runner))
-    for number, credential in enumerate(inputs.credentials):
-        pylock = pylock.replace(f"{credential}@", f"credential-{number}@")
+    pylock = replace_credentials(pylock, lambda text: words.get(unquote(text), text))
     facts = {"pylock": pylock, "paths": paths, "sources": sources}
     write_facts(new, facts)
     return facts
@@ -226,7 +234,7 @@ def _scan(folder: str | Path) -> dict[str, str]:
     """Return the size and times of all files below a folder."""
     files: dict[str, str] = {}
     for base, folders, names in os.walk(folder):
-        if "pyvenv.cfg" in names and base != str(folder):  # an environment of any name
+        if base != str(folder) and not {"pyvenv.cfg", "CACHEDIR.TAG"}.isdisjoint(names):  # an environment, or a cache
             folders.clear()
             continue
         folders[:] = [name for name in folders if not SKIPPED.fullmatch(name)]
@@ -254,8 +262,8 @@ def _make_plan(inputs: _Inputs, facts: Mapping[str, Any], place: Path, name: str
     """Combine a spec and its note to a plan. Starts no process."""
     spec, pylock = inputs.spec, facts["pylock"]
     fingerprint = hashlib.sha256(json.dumps([*inputs.counted, pylock]).encode()).hexdigest()
-    for number, credential in enumerate(inputs.credentials):
-        pylock = pylock.replace(f"credential-{number}@", f"{credential}@")
+    credentials = {word: text for text, word in inputs.words.items()}
+    pylock = replace_credentials(pylock, lambda word: credentials.get(word, word))
     words = (f"project {Path(str(spec.project)).name}", *spec.extras, *spec.groups)
     recipe = Recipe(
         fingerprint=fingerprint,
@@ -313,8 +321,7 @@ class VenvSpec(BaseSpec):
     def fingerprint(self) -> str:
         """Return a hash of everything that decides the content, as 64 hexadecimal digits.
 
-        It covers the exported lock, the code of a project, uv's settings in the project and in `env`, the version,
-        implementation and platform of Python, and `setup`. Requirements that were never resolved are resolved first.
+        Requirements that were never resolved are resolved first.
 
         Raises:
             ValueError: there is no project or lock.

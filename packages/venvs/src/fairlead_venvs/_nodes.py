@@ -33,8 +33,6 @@ def create_local_venv(
 ) -> str:
     """Return the interpreter of an environment on this machine, and build it first if it is missing. Needs no cluster.
 
-    If many threads or processes need the same one at once, one of them builds it.
-
     Args:
         py_executable: a spec, or a command such as "uv run --locked --extra vllm --directory X".
         venv_name: first part of the folder's name, a plain word; by default "venv".
@@ -65,9 +63,6 @@ def create_local_venv_on_each_node(
     timeout_s: float = 1800,
 ) -> str:
     """Return the interpreter of an environment on every node, and build it on all nodes where it is missing.
-
-    Each node runs a task that needs no CPU and no placement group, so a full cluster does not delay it. The driver
-    sends the lock, and the files that only it has; a node needs only uv beside its Ray.
 
     Args:
         py_executable: as for `create_local_venv`, as `venv_name`.

@@ -16,7 +16,6 @@ from packaging.utils import canonicalize_name
 from ._node.uv import NOT_INHERITED, is_secret_name, redact
 
 OF_PROJECT = ("extras", "groups", "default_groups", "frozen")
-PYTHON = r"\d+\.\d+(\.\d+)?"
 # The options of `uv run` that are supported, with the field that each one gives, and those without a value.
 OPTIONS = {
     "--directory": "project",
@@ -69,7 +68,7 @@ class BaseSpec:
         fields["find_links"] = tuple(link if "://" in link else _absolute(link) for link in fields["find_links"])
         fields["env"] = _check_variables(self.env)
         python = fields["python"]
-        if python is not None and not (isinstance(python, str) and re.fullmatch(PYTHON, python)):
+        if python is not None and not (isinstance(python, str) and re.fullmatch(r"\d+\.\d+(\.\d+)?", python)):
             raise ValueError(f"python must be a version such as '3.11' or '3.11.7', got {python!r}")
         for name, value in fields.items():
             object.__setattr__(self, name, value)

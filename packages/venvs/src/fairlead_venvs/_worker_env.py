@@ -34,10 +34,7 @@ actor_environments: dict[str, str | VenvSpec] = {}
 
 
 def register_actor_env(fqn: str, spec: str | VenvSpec) -> None:
-    """Register the environment of a worker class, by its full name; it replaces an earlier one.
-
-    The environment is a spec, a command "uv run ...", or the path of an interpreter that every node has.
-    """
+    """Register or replace the environment of a class by its full name: a spec, a command, or a path on every node."""
     actor_environments[fqn] = spec
 
 
@@ -105,8 +102,7 @@ class WorkerEnv:
 
     Attributes:
         python: path of its interpreter, on every node.
-        runtime_env: `py_executable` and `env_vars` for Ray. Empty if the worker runs in the driver's own Python: with
-            any runtime_env, Ray could not use the processes that it has started in advance.
+        runtime_env: `py_executable` and `env_vars` for Ray. Empty if the worker runs in the driver's own Python.
     """
 
     python: str

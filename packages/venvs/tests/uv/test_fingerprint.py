@@ -88,8 +88,14 @@ def test_files_that_are_no_source(folder, project_spec, calls):
         log.write_text("step 2\n")
     assert create_local_venv(spec) == python
     assert calls()[before:] == []
-    (folder / "src" / "proj" / "more.py").write_text("more = 1\n")
-    assert create_local_venv(spec) != python
+    hidden = folder / "src" / "proj" / ".templates"
+    hidden.mkdir()
+    seen = {python}
+    for file in (folder / "src" / "proj" / "more.py", hidden / "more.py"):
+        for text in ("more = 1\n", "more = 2.0\n"):
+            file.write_text(text)
+            seen.add(create_local_venv(spec))
+    assert len(seen) == 5
 
 
 def test_edited_while_it_is_built(folder, project_spec, tools):

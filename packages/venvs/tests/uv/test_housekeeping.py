@@ -181,6 +181,11 @@ def test_two_containers(build, age, in_container):
         age(7200)
         assert run(pruning) == "[]\n"
         assert folder.exists()
+        facts = (folder / MANIFEST).read_text()
+        (folder / MANIFEST).write_text("")  # a damaged environment is in use, too
+        assert run(pruning) == "[]\n"
+        assert folder.exists()
+        (folder / MANIFEST).write_text(facts)
         running.communicate("\n", timeout=60)
     assert run(pruning) == f"[{str(folder)!r}]\n"
     assert not folder.exists()

