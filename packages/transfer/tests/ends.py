@@ -15,7 +15,7 @@ from fairlead_transfer._remote.replies import Committed, Described, Fetched
 from fairlead_transfer._routes import whole_tensors
 from fairlead_transfer._tasks import make_tasks
 
-REPLIES = {"describe": Described, "fetch": Fetched, "commit": Committed}
+REPLIES = {"describe": Described, "fetch": Fetched, "commit": Committed, "release": tuple}
 
 
 class Worker:

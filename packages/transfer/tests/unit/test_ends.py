@@ -17,6 +17,7 @@ import ray
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, LocalTensor
 from fairlead_transfer._remote.entry import SHARED, note_weights
+from fairlead_transfer._remote.replies import Committed
 from fairlead_transfer._remote.tensors import digest, library
 from fairlead_workergroup._remote.progress import NO_WEIGHTS, Record
 
@@ -225,6 +226,87 @@ def test_superseded_requests_are_refused():
     assert ends.ask("target", 0, "commit", late, 1, None, None, None, 1).outcome == "superseded"
     assert ends.ask("source", 0, "describe", late, "weights", 0, None, 0, False, False).outcome == "superseded"
     assert not ends.workers["target"][0].tensors["a"].any()
+
+
+@pytest.mark.parametrize("later", ["release", "fetch"])
+def test_commit_that_a_later_attempt_has_passed(later):
+    """If a later attempt passes during `before_commit`, the commit writes nothing and leaves what that one stages."""
+
+    class Pausing(Worker):
+        async def pause(self):
+            self.inside.set()
+            await self.resumed.wait()
+
+    source, target = Worker({"a": np.ones(4)}), Pausing({"a": np.zeros(4)})
+    ends = Ends([source], [target])
+
+    def prepare(version):
+        ends.plan()
+        assert ends.fetch(ends.stage(fresh=True), version)[0].outcome == "done"
+
+    def begin_later():
+        source.tensors["a"] += 1
+        ends.describe()
+        if later == "release":
+            ends.ask("target", 0, "release", ends.epoch)
+        else:
+            prepare(2)
+
+    async def commit():
+        target.inside, target.resumed = asyncio.Event(), asyncio.Event()
+        args = ends.epoch, 1, "pause", None, None, 1
+        late = asyncio.create_task(ends.ends["target", 0].serve(target, "commit", args))
+        await target.inside.wait()
+        await asyncio.to_thread(begin_later)
+        target.resumed.set()
+        return Committed(*await late)
+
+    prepare(1)
+    assert asyncio.run(commit()).outcome == "superseded"
+    assert target.tensors["a"].tolist() == [0] * 4
+    assert ends.ends["target", 0].held is None
+    if later == "fetch":
+        assert ends.commit(2)[0].version == 2
+        assert target.tensors["a"].tolist() == [2] * 4
+
+
+def test_commits_do_not_overlap():
+    """A commit waits until an earlier one that is at `apply` has ended, so that no tensors of both are mixed."""
+
+    class Loading(Worker):
+        async def load(self, tensors):
+            if not self.inside.is_set():
+                self.inside.set()
+                await self.resumed.wait()
+            self.tensors.update({name: np.array(value) for name, value in tensors.items()})
+
+    source, target = Worker({"a": np.ones(4), "b": np.ones(4)}), Loading({})
+    ends = Ends([source], [target], apply="load")
+
+    def prepare(version):
+        source.tensors = {name: np.full(4, version) for name in "ab"}
+        ends.plan()
+        assert ends.fetch(ends.stage(fresh=True), version)[0].outcome == "done"
+
+    def start(version):
+        args = ends.epoch, version, None, None, "load", 1
+        return asyncio.create_task(ends.ends["target", 0].serve(target, "commit", args))
+
+    async def commit_both():
+        target.inside, target.resumed = asyncio.Event(), asyncio.Event()
+        first = start(1)
+        await target.inside.wait()
+        await asyncio.to_thread(prepare, 2)
+        second = start(2)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        target.resumed.set()
+        return [Committed(*reply).version for reply in await asyncio.gather(first, second)]
+
+    prepare(1)
+    assert asyncio.run(commit_both()) == [1, 2]
+    assert {name: value[0] for name, value in target.tensors.items()} == {"a": 2, "b": 2}
+    assert ends.ends["target", 0].held == 2
 
 
 def test_commit_without_staging():

@@ -55,6 +55,7 @@ class End:
         self._writable: tuple[int, int] | None = None  # the plan and the memory that were found so
         self._inconsistent = False
         self._concurrent = False
+        self._writing = asyncio.Lock()
 
     @property
     def held(self) -> int | Literal["inconsistent"] | None:
@@ -165,11 +166,14 @@ class End:
             await call(worker, before)
             if self._method is not None:
                 await self._collect_again(worker, self._method)
-            finish(self._collection.values.values())
-            writing, self._committed = True, None
-            await self._put(apply, worker, chunk_bytes)
-            finish(self._collection.values.values())
-            writing, self._inconsistent, self._committed = False, False, (epoch, version)
+            async with self._writing:  # an earlier commit may be at `apply`
+                if epoch < self._epoch or self._staged != (epoch, version):  # a later attempt has passed meanwhile
+                    return Committed("superseded")
+                finish(self._collection.values.values())
+                writing, self._committed = True, None
+                await self._put(apply, worker, chunk_bytes)
+                finish(self._collection.values.values())
+                writing, self._inconsistent, self._committed = False, False, (epoch, version)
             await call(worker, after)
         except Exception as error:  # noqa: BLE001  whatever the user's methods raise
             text = f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
@@ -178,7 +182,8 @@ class End:
             # Also if a hook was cancelled, or Ctrl-C came.
             self._inconsistent = self._inconsistent or writing
             note_weights(self.held)
-            self._drop()
+            if self._staged == (epoch, version):
+                self._drop()
         return Committed(version=version, commit_s=time.monotonic() - began)
 
     async def _collect_again(self, worker: Any, method: str) -> None:
