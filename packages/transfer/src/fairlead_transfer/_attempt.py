@@ -96,8 +96,8 @@ class Attempt:
             return False
         with self._releasing(ranks):
             self._collect((), ranks, None)
-            self.route, self._compares, tasks, ends = route, False, route.tasks.target, self.target.ends
-            if any(ends[rank].described != route.described[rank] or tasks[rank]["local"] for rank in ranks):
+            self.route, self._compares = route, False
+            if any(self.target.ends[rank].described != route.described[rank] for rank in ranks):
                 return False
             try:
                 self._fetch(replace(route, targets=frozenset(ranks)), last.staged)

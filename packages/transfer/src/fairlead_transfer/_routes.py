@@ -108,13 +108,8 @@ class Router:
                 mismatch for mismatch in find_mismatches(held.layouts, wanted.layouts) if mismatch.name not in wrong
             ]
             raise LayoutMismatchError((*wrong.values(), *others))
-        plan = reshard(
-            held.layouts,
-            wanted.layouts,
-            source_nodes=source.nodes,
-            target_nodes=self._target.nodes,
-            same_processes=source.name == "source" and source.group is self._target.group,
-        )
+        # What a process sends to itself is staged too: its tensors may change before the commit.
+        plan = reshard(held.layouts, wanted.layouts, source_nodes=source.nodes, target_nodes=self._target.nodes)
         dtypes = {name: self.selection.travelling(dtype) for name, dtype in held.dtypes.items()}
 
         def choose(sender: int, receiver: int) -> str:

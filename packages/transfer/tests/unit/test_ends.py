@@ -156,15 +156,6 @@ def test_random_layouts_and_faults(first):
             sys.modules.pop(SHARED)
 
 
-def test_nothing_travels_within_a_process():
-    """If the source and the target are one group, a rank copies what it holds from itself."""
-    values, mesh = model(), NamedSharding.from_shape(dp=2, tp=2)
-    expected = shard(values, mesh, {"embed": {0: "tp"}})
-    ends = Ends(shard(values, mesh, {"embed": {0: ("tp", "dp")}}), zeros(expected), same=True)
-    assert ends.send(1) == 4 * 12 * 8 * 4 // 4
-    assert same(ends.workers["target"], expected)
-
-
 def test_arrays_without_a_box_are_replicated():
     """A plain array is held as a whole by each rank; a rank need not hold every tensor."""
     sources = [Worker({"a": np.arange(6.0)}), Worker({"a": np.arange(6.0), "b": np.ones((2, 2), "int32")})]

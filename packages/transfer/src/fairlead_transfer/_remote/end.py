@@ -257,7 +257,7 @@ class End:
         self._staged = None
         for transport in self._transports.values():
             transport.release()
-        pieces = self._copy_local(tools)
+        pieces: list[tuple[int, Any, Any]] = []
         staged = {(source, number): entry for source, all in intake.staged.items() for number, entry in enumerate(all)}
         needed = [(source, number) for source, channels in tasks["sources"].items() for number in channels]
         for kind, transport in self._transports.items():
@@ -279,20 +279,6 @@ class End:
         if intake.epoch == self._epoch:  # otherwise a later attempt has begun
             self._pieces, self._staged = pieces, (intake.epoch, intake.version)
         return Fetched(relays=relays, length=tasks["bytes"], move_s=time.monotonic() - began)
-
-    def _copy_local(self, tools: Any) -> list[tuple[int, Any, Any]]:
-        """Copy what the source end of this process holds: it may change before the commit."""
-        tasks = self._tasks
-        if not tasks["local"]:
-            return []
-        own = find_shared("ends", {})[self._key[0], "source"]._collection.values  # noqa: SLF001  of the same class
-        finish(own.values())
-        pieces = []
-        for index, box, source_box, sizes in tasks["local"]:
-            copy = tools.empty(sizes, tasks["dtypes"][index])
-            tools.copy(copy, part(own[tasks["source_names"][index]], source_box))
-            pieces.append((index, box, copy))
-        return pieces
 
     async def _put(self, apply: str | None, worker: Any, chunk_bytes: int) -> None:
         """Overwrite the tensors of the target, or hand whole tensors to a method of the user's."""
