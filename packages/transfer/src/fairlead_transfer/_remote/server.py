@@ -63,7 +63,8 @@ class Reader:
     """Reads segments of other hosts, from all of them at the same time, and keeps the connections."""
 
     def __init__(self) -> None:
-        self._connections: dict[Any, socket.socket] = {}
+        # With the address and the secret: a process that was started again has others.
+        self._connections: dict[Any, tuple[Any, socket.socket]] = {}
 
     def read(self, wishes: Mapping[Any, Sequence[Wish]], deadline: float, *, checks: bool = True) -> None:
         """Read segments into their places, by a key of the process that sends them; Unread if that fails.
@@ -83,30 +84,46 @@ class Reader:
             ended.result()
 
     def _read_from(self, key: Any, wishes: Sequence[Wish], deadline: float, checks: bool) -> None:
-        """Read what one process sends."""
+        """Read what one process sends; if the kept connection to it is gone, over a new one."""
+        peer = wishes[0].address, wishes[0].secret
+        known, connection = self._connections.get(key, (None, None))
+        is_kept = known == peer
         try:
-            if key not in self._connections:
-                self._connections[key] = connect(wishes[0].address, deadline)
-                introduce(self._connections[key], wishes[0].secret, READER, deadline)
-            _ask(key, self._connections[key], wishes, deadline, with_content=True)
+            if connection is None or not is_kept:
+                connection = self._connect(key, peer, deadline)
+            _ask(key, connection, wishes, deadline, with_content=True)
             if checks:
-                _ask(key, self._connections[key], wishes, deadline, with_content=False)
+                _ask(key, connection, wishes, deadline, with_content=False)
         except BaseException as error:
-            self._forget(key)  # an answer may be on its way
+            was_open = self._forget(key)  # an answer may be on its way
             if isinstance(error, Late):
                 raise Unread("late", key, "it did not send what it has staged by the deadline") from error
-            if isinstance(error, (Gone, KeyError)):
+            if isinstance(error, Gone) and is_kept and was_open:
+                self._read_from(key, wishes, deadline, checks)
+                return
+            if isinstance(error, Gone):
                 raise Unread("lost", key, str(error)) from error
             raise
+
+    def _connect(self, key: Any, peer: tuple[tuple[str, int], bytes], deadline: float) -> socket.socket:
+        """Return a new connection to a process, which is kept."""
+        self._forget(key)
+        address, secret = peer
+        connection = connect(address, deadline)
+        self._connections[key] = peer, connection
+        introduce(connection, secret, READER, deadline)
+        return connection
 
     def keep_only(self, keys: Collection[Any]) -> None:
         """Close the connections to other processes than these."""
         for key in set(self._connections).difference(keys):
             self._forget(key)
 
-    def _forget(self, key: Any) -> None:
-        if (connection := self._connections.pop(key, None)) is not None:  # another thread may have been faster
-            close(connection)
+    def _forget(self, key: Any) -> bool:
+        """Close a connection; return whether it was kept until now: another thread may have been faster."""
+        if (entry := self._connections.pop(key, None)) is not None:
+            close(entry[1])
+        return entry is not None
 
 
 def _ask(key: Any, connection: socket.socket, wishes: Sequence[Wish], deadline: float, *, with_content: bool) -> None:
