@@ -206,7 +206,6 @@ class Attempt:
                 raise self._error("collect", "source", lost, text) from None
             staged = self._collect(self._sources(lost), (), route)
         self.route, self.staged = route, staged
-        compare_replicas({rank: reply.digests or {} for rank, reply in staged.items()})
         self._fetch(route, staged)
         return route
 
@@ -242,6 +241,7 @@ class Attempt:
         for rank, reply in replies.items():
             ends[rank].tasks_id = number
             self._costs.note("stage", rank, reply.stage_s)
+        compare_replicas({rank: reply.digests or {} for rank, reply in replies.items()})
         return replies
 
     def _note(self, side: Side, replies: Mapping[int, Described]) -> None:

@@ -174,6 +174,7 @@ class Link:
 
         Raises:
             TypeError, ValueError: a rank that does not exist, nothing was sent yet, or a link that has been closed.
+            LayoutMismatchError: target ranks that hold the same box of the version differ; nothing has been applied.
             TransferError: a rank is dead or late, or no rank holds this version of some tensors any more.
             WorkerGroupError: a group has been shut down.
         """
