@@ -236,12 +236,13 @@ class Attempt:
             self._note(self.target, self._replies("collect", self.target, asked, Described, counts=False))
         if route is None or any(reply.channels is None for reply in replies.values()):
             if not targets:
-                raise self._error("stage", "source", dict.fromkeys(sources, "its tensors change meanwhile"), FIX)
+                why = "its tensors change meanwhile"
+                raise self._error("stage", self.source.role, dict.fromkeys(sources, why), FIX)
             return {}
         for rank, reply in replies.items():
             ends[rank].tasks_id = number
             self._costs.note("stage", rank, reply.stage_s)
-        compare_replicas({rank: reply.digests or {} for rank, reply in replies.items()})
+        compare_replicas(self.source.role, {rank: reply.digests or {} for rank, reply in replies.items()})
         return replies
 
     def _note(self, side: Side, replies: Mapping[int, Described]) -> None:
@@ -253,8 +254,7 @@ class Attempt:
 
     def _refuse(self, side: Side, refused: Mapping[int, Refused]) -> None:
         """Raise if there are tensors that cannot travel."""
-        name = "source" if side is self.source else "target"
-        wrong = [one_sided(name, tensor, f"rank {rank}", why) for rank in refused for tensor, why in refused[rank]]
+        wrong = [one_sided(side.role, tensor, f"rank {rank}", why) for rank in refused for tensor, why in refused[rank]]
         if wrong:
             raise LayoutMismatchError(tuple(wrong))
 
@@ -307,7 +307,8 @@ class Attempt:
             return _Repeat({source: why}, lost=True)
         if reply.outcome == "overwritten":
             return _Repeat({source: reply.reason}, lost=False)
-        return self._error("move", "source", {source: f"target rank {rank} waits for it: {reply.reason}"}, MORE_TIME)
+        why = f"target rank {rank} waits for it: {reply.reason}"
+        return self._error("move", self.source.role, {source: why}, MORE_TIME)
 
     # -- replies and failures ------------------------------------------------------------------------------------------
 
@@ -339,7 +340,6 @@ class Attempt:
             return values
         side.cancel(requests, replies)
         self.target.cancel(others or {}, {})
-        name: Blamed = "target" if side is self.target else "source"
         lost = {rank: describe_reply(reply) for rank, reply in bad.items() if reply.failure is not None}
         if lost and side.name == "source":
             raise _Repeat(lost, lost=True)
@@ -347,7 +347,7 @@ class Attempt:
         reasons.update(dict.fromkeys(superseded, "another attempt of this link has superseded this one"))
         late = any(reply.late is not None for reply in bad.values())
         remedy = RESTART if lost else MORE_TIME if late else FIX
-        raise self._error(phase, name, reasons, remedy) from first_error(bad)
+        raise self._error(phase, side.role, reasons, remedy) from first_error(bad)
 
     def _error(self, phase: Phase, side: Blamed, reasons: Mapping[int, str], remedy: str) -> TransferError:
         nodes = (self.source if side == "source" else self.target).nodes

@@ -97,8 +97,7 @@ class Router:
 
     def _read(self, side: Side, ranks: Collection[int], *, renamed: bool = False) -> Tensors:
         described = [side.ends[member.rank].described if member.rank in ranks else None for member in side.members]
-        name = "source" if side.name == "source" else "target"
-        return read_side(name, described, self.selection, renamed=renamed)
+        return read_side(side.role, described, self.selection, renamed=renamed)
 
     def _route(
         self, source: Side, held: Tensors, wanted: Tensors, sources: Collection[int], targets: Collection[int]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fairlead_transfer import LayoutMismatchError
+from fairlead_transfer import LayoutMismatchError, TransferError
 from fairlead_transfer._attempt import Attempt
 from fairlead_transfer._descriptions import Selection
 from fairlead_transfer._remote.end import End
@@ -72,3 +72,16 @@ def test_replicas_of_a_sync_are_compared():
     with pytest.raises(LayoutMismatchError, match="the same box with different bytes"):
         attempt.move_from_replicas([2], [0, 1])
     assert attempt.target.served[2]._staged is None
+
+
+def test_failures_of_a_sync_are_of_the_target():
+    """Ranks that hold a version, and fail when they send it, are ranks of the target."""
+    failing = Worker({"w": np.ones(4)})
+    failing.weights = failing.fail
+    with pytest.raises(TransferError) as caught:
+        make_sync(failing, Worker({"w": np.zeros(4)})).move_from_replicas([1], [0])
+    assert [(failure.side, failure.rank) for failure in caught.value.failures] == [("target", 0)]
+    with pytest.raises(LayoutMismatchError) as refused:
+        make_sync(Worker({"w": "text"}), Worker({"w": np.zeros(4)})).move_from_replicas([1], [0])
+    (mismatch,) = refused.value.mismatches
+    assert (mismatch.source, mismatch.target) == ("", "rank 0")
