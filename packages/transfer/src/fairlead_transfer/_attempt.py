@@ -29,10 +29,11 @@ _Value = TypeVar("_Value", Described, Fetched)
 
 
 class _Repeat(Exception):
-    """The transfer has to begin again: why, by source rank, and whether these ranks take no part any more."""
+    """The transfer has to begin again: in which phase and why, by source rank; `lost` ones take no part any more."""
 
-    def __init__(self, reasons: Mapping[int, str], *, lost: bool) -> None:
-        super().__init__(reasons, lost)
+    def __init__(self, phase: Phase, reasons: Mapping[int, str], *, lost: bool) -> None:
+        super().__init__(phase, reasons, lost)
+        self.phase: Phase = phase
         self.reasons = dict(reasons)
         self.lost = self.reasons if lost else {}
 
@@ -69,16 +70,17 @@ class Attempt:
         lost = self.source.lost
         with self._releasing():
             try:
-                return self._move(lost).targets
+                return self._move(lost, "collect").targets
             except _Repeat as repeat:
                 lost |= repeat.lost
+                phase = repeat.phase
             self.epoch = self.next_epoch()
             self._look()
             try:
-                return self._move(lost).targets
+                return self._move(lost, phase).targets
             except _Repeat as repeat:
                 text = f"The transfer has already been repeated once for such a reason. {RESTART}"
-                raise self._error("stage", "source", repeat.reasons, text) from None
+                raise self._error(repeat.phase, "source", repeat.reasons, text) from None
 
     def describe(self) -> Route:
         """Have all ranks describe their tensors; return the route, for people."""
@@ -123,7 +125,7 @@ class Attempt:
             try:
                 self._fetch(route, self._collect(good, (), route))
             except _Repeat as repeat:
-                raise self._error("move", "target", repeat.reasons, RESTART) from None
+                raise self._error(repeat.phase, "target", repeat.reasons, RESTART) from None
 
     def commit(self, ranks: Collection[int], options: CommitOptions) -> None:
         """Have target ranks put the staged version into place: this is after the decision."""
@@ -193,7 +195,8 @@ class Attempt:
     def _sources(self, lost: Collection[int]) -> list[int]:
         return [member.rank for member in self.source.members if member.rank not in lost]
 
-    def _move(self, lost: Mapping[int, str]) -> Route:
+    def _move(self, lost: Mapping[int, str], phase: Phase) -> Route:
+        """Describe, stage and move, without source ranks that were lost in a phase."""
         route, targets = None if lost else self.router.kept, range(len(self.target.members))
         staged = self._collect(self._sources(lost), targets, route)
         if route is None or self.router.kept is not route or not staged:
@@ -203,7 +206,7 @@ class Attempt:
                 if not lost:
                     raise
                 text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
-                raise self._error("collect", "source", lost, text) from None
+                raise self._error(phase, "source", lost, text) from None
             staged = self._collect(self._sources(lost), (), route)
         self.route, self.staged = route, staged
         self._fetch(route, staged)
@@ -304,9 +307,9 @@ class Attempt:
             return self._error("move", "target", {rank: "it has lost the plan, as after a restart"}, "Send again.")
         if source in self.source.lost or reply.outcome == "lost":
             why = self.source.lost.get(source, f"target rank {rank} could not read from it: {reply.reason}")
-            return _Repeat({source: why}, lost=True)
+            return _Repeat("move", {source: why}, lost=True)
         if reply.outcome == "overwritten":
-            return _Repeat({source: reply.reason}, lost=False)
+            return _Repeat("move", {source: reply.reason}, lost=False)
         why = f"target rank {rank} waits for it: {reply.reason}"
         return self._error("move", self.source.role, {source: why}, MORE_TIME)
 
@@ -342,7 +345,7 @@ class Attempt:
         self.target.cancel(others or {}, {})
         lost = {rank: describe_reply(reply) for rank, reply in bad.items() if reply.failure is not None}
         if lost and side.name == "source":
-            raise _Repeat(lost, lost=True)
+            raise _Repeat(phase, lost, lost=True)
         reasons = {rank: describe_reply(reply) for rank, reply in bad.items()}
         reasons.update(dict.fromkeys(superseded, "another attempt of this link has superseded this one"))
         late = any(reply.late is not None for reply in bad.values())

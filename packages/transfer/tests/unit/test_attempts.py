@@ -3,6 +3,7 @@
 
 import asyncio
 import itertools
+import socket
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -85,3 +86,20 @@ def test_failures_of_a_sync_are_of_the_target():
         make_sync(Worker({"w": "text"}), Worker({"w": np.zeros(4)})).move_from_replicas([1], [0])
     (mismatch,) = refused.value.mismatches
     assert (mismatch.source, mismatch.target) == ("", "rank 0")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_port_that_cannot_be_reached(monkeypatch, ranks):
+    """The error says that the move has failed, and which transport needs no port."""
+
+    def refuse(address, timeout):
+        raise OSError("No route to host")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    sources = [Worker({"w": np.ones(4)}) for _ in range(ranks)]
+    attempt = make_attempt(
+        Here("source", sources, "a", "weights"), Here("target", [Worker({"w": np.zeros(4)})], "b", "weights")
+    )
+    with pytest.raises(TransferError, match=r"No route to host.*give the link transport='object_store'") as caught:
+        attempt.move_all()
+    assert caught.value.phase == "move"
