@@ -4,6 +4,7 @@
 import concurrent.futures
 import gc
 import os
+import socket
 import time
 import types
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_kept_connection_that_is_gone():
     with pytest.raises(Unread, match="does not listen"):
         reader.read({0: [Wish(address, secret, token, generation, [memoryview(place)])]}, time.monotonic() + 30)
     segments.close()
+
+
+def test_reader_that_is_closed_while_it_connects(monkeypatch):
+    """A connection that is made meanwhile is closed, and nothing is read by it."""
+    listening, reader, connect = listen("127.0.0.1"), Reader(), socket.create_connection
+
+    def connect_late(*args):
+        reader.close()
+        return connect(*args)
+
+    monkeypatch.setattr(socket, "create_connection", connect_late)
+    wish = Wish(listening.getsockname(), b"s" * 32, b"t" * 16, 1, [memoryview(bytearray(3))])
+    with leave_nothing(), pytest.raises(Unread, match="The transfer has ended"):
+        reader.read({0: [wish]}, time.monotonic() + 10)
+    listening.close()
 
 
 def test_larger_segment_is_a_new_file():

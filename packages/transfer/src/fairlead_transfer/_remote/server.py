@@ -10,11 +10,12 @@ import math
 import os
 import socket
 import struct
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
-from .segment import HEAD, Segments, Unread
+from .segment import ENDED, HEAD, Segments, Unread
 from .sockets import Gone, Late, close, connect, fill, introduce, read, run
 
 # Token, generation, and how many bytes of the content.
@@ -65,6 +66,8 @@ class Reader:
     def __init__(self) -> None:
         # With the address and the secret: a process that was started again has others.
         self._connections: dict[Any, tuple[Any, socket.socket]] = {}
+        self._closed = False
+        self._lock = threading.Lock()
 
     def read(self, wishes: Mapping[Any, Sequence[Wish]], deadline: float, *, checks: bool = True) -> None:
         """Read segments into their places, by a key of the process that sends them; Unread if that fails.
@@ -110,7 +113,11 @@ class Reader:
         self._forget(key)
         address, secret = peer
         connection = connect(address, deadline)
-        self._connections[key] = peer, connection
+        with self._lock:
+            if self._closed:
+                close(connection)
+                raise Gone(ENDED)
+            self._connections[key] = peer, connection
         introduce(connection, secret, READER, deadline)
         return connection
 
@@ -118,6 +125,12 @@ class Reader:
         """Close the connections to other processes than these."""
         for key in set(self._connections).difference(keys):
             self._forget(key)
+
+    def close(self) -> None:
+        """Close all connections for good: a thread that still runs gets Unread."""
+        with self._lock:
+            self._closed = True
+        self.keep_only(())
 
     def _forget(self, key: Any) -> bool:
         """Close a connection; return whether it was kept until now: another thread may have been faster."""

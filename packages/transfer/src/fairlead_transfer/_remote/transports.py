@@ -132,7 +132,7 @@ class Network(SharedMemory):
         if self._listener is not None:
             self._listener.close()
         self._relays.close()
-        self._reader.keep_only(())
+        self._reader.close()
         super().close()
 
 
