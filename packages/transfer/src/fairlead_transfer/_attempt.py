@@ -72,8 +72,7 @@ class Attempt:
             try:
                 return self._move(lost, "collect").targets
             except _Repeat as repeat:
-                lost |= repeat.lost
-                phase = repeat.phase
+                lost, phase = lost | repeat.lost, repeat.phase
             self.epoch = self.next_epoch()
             self._look()
             try:

@@ -95,12 +95,11 @@ def make_tasks(
     flows = _find_flows(plan, numbers, transport)
     channels, blocks = _lay_out(flows, plan, [source.layouts[name] for name in names])
     common = {"id": number, "dtypes": [dtypes[name] for name in names]}
-    source_names = [source.own_names[name] for name in names]
     source_tasks = {
         rank: {
             **common,
             "library": source.library,
-            "names": source_names,
+            "names": [source.own_names[name] for name in names],
             "channels": channels.get(rank, []),
             "held": [],
         }

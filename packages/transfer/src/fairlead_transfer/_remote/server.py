@@ -6,17 +6,17 @@ A reader asks for the content of a segment by its token and generation. The serv
 it has all bytes: if it is still the same, no byte is of a later one.
 """
 
+import functools
 import math
 import os
 import socket
 import struct
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 from .segment import ENDED, HEAD, Segments, Unread
-from .sockets import Gone, Late, close, connect, fill, introduce, read, run
+from .sockets import Gone, Late, close, fill, join, read, run
 
 # Token, generation, and how many bytes of the content.
 REQUEST = "!16sQQ"
@@ -65,9 +65,8 @@ class Reader:
 
     def __init__(self) -> None:
         # With the address and the secret: a process that was started again has others.
-        self._connections: dict[Any, tuple[Any, socket.socket]] = {}
+        self._connections: dict[Any, tuple[Any, Any]] = {}
         self._closed = False
-        self._lock = threading.Lock()
 
     def read(self, wishes: Mapping[Any, Sequence[Wish]], deadline: float, *, checks: bool = True) -> None:
         """Read segments into their places, by a key of the process that sends them; Unread if that fails.
@@ -90,10 +89,9 @@ class Reader:
         """Read what one process sends; if the kept connection to it is gone, over a new one."""
         peer = wishes[0].address, wishes[0].secret
         known, connection = self._connections.get(key, (None, None))
-        is_kept = known == peer
         try:
-            if connection is None or not is_kept:
-                connection = self._connect(key, peer, deadline)
+            if known != peer:
+                connection = join(*peer, READER, deadline, functools.partial(self._keep, key, peer))
             _ask(key, connection, wishes, deadline, with_content=True)
             if checks:
                 _ask(key, connection, wishes, deadline, with_content=False)
@@ -101,25 +99,19 @@ class Reader:
             was_open = self._forget(key)  # an answer may be on its way
             if isinstance(error, Late):
                 raise Unread("late", key, "it did not send what it has staged by the deadline") from error
-            if isinstance(error, Gone) and is_kept and was_open:
-                self._read_from(key, wishes, deadline, checks)
-                return
-            if isinstance(error, Gone):
+            if not isinstance(error, Gone):
+                raise
+            if known != peer or not was_open:
                 raise Unread("lost", key, str(error)) from error
-            raise
+            self._read_from(key, wishes, deadline, checks)
 
-    def _connect(self, key: Any, peer: tuple[tuple[str, int], bytes], deadline: float) -> socket.socket:
-        """Return a new connection to a process, which is kept."""
+    def _keep(self, key: Any, peer: Any, connection: socket.socket) -> None:
+        """Keep a new connection; Gone if the reader was closed meanwhile."""
         self._forget(key)
-        address, secret = peer
-        connection = connect(address, deadline)
-        with self._lock:
-            if self._closed:
-                close(connection)
-                raise Gone(ENDED)
-            self._connections[key] = peer, connection
-        introduce(connection, secret, READER, deadline)
-        return connection
+        self._connections[key] = peer, connection
+        if self._closed:
+            self._forget(key)
+            raise Gone(ENDED)
 
     def keep_only(self, keys: Collection[Any]) -> None:
         """Close the connections to other processes than these."""
@@ -128,8 +120,7 @@ class Reader:
 
     def close(self) -> None:
         """Close all connections for good: a thread that still runs gets Unread."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
         self.keep_only(())
 
     def _forget(self, key: Any) -> bool:
