@@ -219,85 +219,58 @@ def test_superseded_requests_are_refused():
     assert not ends.workers["target"][0].tensors["a"].any()
 
 
-@pytest.mark.parametrize("later", ["release", "fetch"])
-def test_commit_that_a_later_attempt_has_passed(later):
-    """If a later attempt passes during `before_commit`, the commit writes nothing and leaves what that one stages."""
+class Waiting(Worker):
+    """Waits in the first of its methods until it is resumed."""
 
-    class Pausing(Worker):
-        async def pause(self):
+    async def pause(self):
+        if not self.inside.is_set():
             self.inside.set()
             await self.resumed.wait()
 
-    source, target = Worker({"a": np.ones(4)}), Pausing({"a": np.zeros(4)})
-    ends = Ends([source], [target])
+    async def load(self, tensors):
+        await self.pause()
+        super().load(tensors)
 
-    def prepare(version):
+
+@pytest.mark.parametrize(
+    ("before", "apply", "later", "outcomes", "left"),
+    [
+        ("pause", None, "release", ["superseded"], 0),
+        ("pause", None, "commit", ["superseded", "done"], 2),
+        (None, "load", "commit", ["done", "done"], 2),
+    ],
+)
+def test_commit_while_a_later_attempt_passes(before, apply, later, outcomes, left):
+    """A late commit writes nothing that a later attempt has staged, drops none of it, and mixes with no other one."""
+    source, target = Worker({}), Waiting({name: np.zeros(4) for name in "ab"})
+    ends = Ends([source], [target], apply=apply)
+
+    def stage(version):
+        source.tensors = {name: np.full(4, float(version)) for name in "ab"}
         ends.plan()
         assert ends.fetch(ends.stage(fresh=True), version)[0].outcome == "done"
-
-    def begin_later():
-        source.tensors["a"] += 1
-        ends.describe()
-        if later == "release":
+        if later == "release" and version == 2:
             ends.ask("target", 0, "release", ends.epoch)
-        else:
-            prepare(2)
+
+    def start(version):
+        args = ends.epoch, version, before, None, apply, 1
+        return asyncio.create_task(ends.ends["target", 0].serve(target, "commit", args))
 
     async def commit():
         target.inside, target.resumed = asyncio.Event(), asyncio.Event()
-        args = ends.epoch, 1, "pause", None, None, 1
-        late = asyncio.create_task(ends.ends["target", 0].serve(target, "commit", args))
+        commits = [start(1)]
         await target.inside.wait()
-        await asyncio.to_thread(begin_later)
-        target.resumed.set()
-        return Committed(*await late)
-
-    prepare(1)
-    assert asyncio.run(commit()).outcome == "superseded"
-    assert target.tensors["a"].tolist() == [0] * 4
-    assert ends.ends["target", 0].held is None
-    if later == "fetch":
-        assert ends.commit(2)[0].version == 2
-        assert target.tensors["a"].tolist() == [2] * 4
-
-
-def test_commits_do_not_overlap():
-    """A commit waits until an earlier one that is at `apply` has ended, so that no tensors of both are mixed."""
-
-    class Loading(Worker):
-        async def load(self, tensors):
-            if not self.inside.is_set():
-                self.inside.set()
-                await self.resumed.wait()
-            self.tensors.update({name: np.array(value) for name, value in tensors.items()})
-
-    source, target = Worker({"a": np.ones(4), "b": np.ones(4)}), Loading({})
-    ends = Ends([source], [target], apply="load")
-
-    def prepare(version):
-        source.tensors = {name: np.full(4, version) for name in "ab"}
-        ends.plan()
-        assert ends.fetch(ends.stage(fresh=True), version)[0].outcome == "done"
-
-    def start(version):
-        args = ends.epoch, version, None, None, "load", 1
-        return asyncio.create_task(ends.ends["target", 0].serve(target, "commit", args))
-
-    async def commit_both():
-        target.inside, target.resumed = asyncio.Event(), asyncio.Event()
-        first = start(1)
-        await target.inside.wait()
-        await asyncio.to_thread(prepare, 2)
-        second = start(2)
+        await asyncio.to_thread(stage, 2)
+        commits += [start(2)] if later == "commit" else []
         for _ in range(100):
             await asyncio.sleep(0)
         target.resumed.set()
-        return [Committed(*reply).version for reply in await asyncio.gather(first, second)]
+        return [Committed(*reply).outcome for reply in await asyncio.gather(*commits)]
 
-    prepare(1)
-    assert asyncio.run(commit_both()) == [1, 2]
-    assert {name: value[0] for name, value in target.tensors.items()} == {"a": 2, "b": 2}
-    assert ends.ends["target", 0].held == 2
+    stage(1)
+    assert asyncio.run(commit()) == outcomes
+    assert [target.tensors[name].tolist() for name in "ab"] == [[left] * 4] * 2
+    assert ends.ends["target", 0].held == (left or None)
 
 
 def test_commit_without_staging():
