@@ -109,7 +109,7 @@ class Transfer:
             if time.monotonic() > deadline:
                 raise self.late(missing, "connect to source rank 0")
             try:
-                self._add(*arrivals.get(timeout=LOOK_S))
+                self._add(*arrivals.get(timeout=min(LOOK_S, max(0.0, deadline - time.monotonic()))))
             except queue.Empty:
                 continue
 
