@@ -15,7 +15,7 @@ from fairlead_transfer._remote.replies import Committed, Described, Fetched
 from fairlead_transfer._routes import whole_tensors
 from fairlead_transfer._tasks import make_tasks
 
-REPLIES = {"describe": Described, "fetch": Fetched, "commit": Committed}
+REPLIES = {"describe": Described, "fetch": Fetched, "commit": Committed, "release": tuple}
 
 
 class Worker:
@@ -54,11 +54,10 @@ class Ends:
         apply: the method that takes tensors.
         transport: by which all tensors go.
         nodes: of the source ranks, and of the target ranks.
-        same: whether source rank i and target rank i are one process.
         selection: keywords of `Selection`.
     """
 
-    def __init__(self, sources, targets, *, apply=None, same=False, transport="shared_memory", nodes=None, **selection):
+    def __init__(self, sources, targets, *, apply=None, transport="shared_memory", nodes=None, **selection):
         self.shared = types.ModuleType(SHARED)
         self.shared.ends = {}
         sys.modules[SHARED] = self.shared
@@ -69,7 +68,6 @@ class Ends:
         }
         self.shared.ends = {(f"link{rank}", side): end for (side, rank), end in self.ends.items()}
         self.apply = apply
-        self.same = same
         self.transport = transport
         self.nodes = nodes or (["node"] * len(sources), ["node"] * len(targets))
         given = {"rename": lambda name: name, "dtype": None, "exclude": (), **selection}
@@ -126,13 +124,7 @@ class Ends:
         else:
             wanted = read_side("target", [reply.tensors for reply in targets], self.selection, renamed=False)
         assert not check_dtypes(held, wanted, self.selection)
-        plan = reshard(
-            held.layouts,
-            wanted.layouts,
-            source_nodes=self.nodes[0],
-            target_nodes=self.nodes[1],
-            same_processes=self.same,
-        )
+        plan = reshard(held.layouts, wanted.layouts, source_nodes=self.nodes[0], target_nodes=self.nodes[1])
         dtypes = {name: self.selection.travelling(dtype) for name, dtype in held.dtypes.items()}
         self.tasks = make_tasks(self.epoch, plan, held, wanted, dtypes, self.choose)
         return plan

@@ -29,10 +29,11 @@ _Value = TypeVar("_Value", Described, Fetched)
 
 
 class _Repeat(Exception):
-    """The transfer has to begin again: why, by source rank, and whether these ranks take no part any more."""
+    """The transfer has to begin again: in which phase and why, by source rank; `lost` ones take no part any more."""
 
-    def __init__(self, reasons: Mapping[int, str], *, lost: bool) -> None:
-        super().__init__(reasons, lost)
+    def __init__(self, phase: Phase, reasons: Mapping[int, str], *, lost: bool) -> None:
+        super().__init__(phase, reasons, lost)
+        self.phase: Phase = phase
         self.reasons = dict(reasons)
         self.lost = self.reasons if lost else {}
 
@@ -69,16 +70,16 @@ class Attempt:
         lost = self.source.lost
         with self._releasing():
             try:
-                return self._move(lost).targets
+                return self._move(lost, "collect").targets
             except _Repeat as repeat:
-                lost |= repeat.lost
+                lost, phase = lost | repeat.lost, repeat.phase
             self.epoch = self.next_epoch()
             self._look()
             try:
-                return self._move(lost).targets
+                return self._move(lost, phase).targets
             except _Repeat as repeat:
                 text = f"The transfer has already been repeated once for such a reason. {RESTART}"
-                raise self._error("stage", "source", repeat.reasons, text) from None
+                raise self._error(repeat.phase, "source", repeat.reasons, text) from None
 
     def describe(self) -> Route:
         """Have all ranks describe their tensors; return the route, for people."""
@@ -96,8 +97,8 @@ class Attempt:
             return False
         with self._releasing(ranks):
             self._collect((), ranks, None)
-            self.route, self._compares, tasks, ends = route, False, route.tasks.target, self.target.ends
-            if any(ends[rank].described != route.described[rank] or tasks[rank]["local"] for rank in ranks):
+            self.route, self._compares = route, False
+            if any(self.target.ends[rank].described != route.described[rank] for rank in ranks):
                 return False
             try:
                 self._fetch(replace(route, targets=frozenset(ranks)), last.staged)
@@ -123,7 +124,7 @@ class Attempt:
             try:
                 self._fetch(route, self._collect(good, (), route))
             except _Repeat as repeat:
-                raise self._error("move", "target", repeat.reasons, RESTART) from None
+                raise self._error(repeat.phase, "target", repeat.reasons, RESTART) from None
 
     def commit(self, ranks: Collection[int], options: CommitOptions) -> None:
         """Have target ranks put the staged version into place: this is after the decision."""
@@ -193,7 +194,8 @@ class Attempt:
     def _sources(self, lost: Collection[int]) -> list[int]:
         return [member.rank for member in self.source.members if member.rank not in lost]
 
-    def _move(self, lost: Mapping[int, str]) -> Route:
+    def _move(self, lost: Mapping[int, str], phase: Phase) -> Route:
+        """Describe, stage and move, without source ranks that were lost in a phase."""
         route, targets = None if lost else self.router.kept, range(len(self.target.members))
         staged = self._collect(self._sources(lost), targets, route)
         if route is None or self.router.kept is not route or not staged:
@@ -203,10 +205,9 @@ class Attempt:
                 if not lost:
                     raise
                 text = f"No other source rank holds what they held:\n{error}\n{RESTART}"
-                raise self._error("collect", "source", lost, text) from None
+                raise self._error(phase, "source", lost, text) from None
             staged = self._collect(self._sources(lost), (), route)
         self.route, self.staged = route, staged
-        compare_replicas({rank: reply.digests or {} for rank, reply in staged.items()})
         self._fetch(route, staged)
         return route
 
@@ -237,11 +238,13 @@ class Attempt:
             self._note(self.target, self._replies("collect", self.target, asked, Described, counts=False))
         if route is None or any(reply.channels is None for reply in replies.values()):
             if not targets:
-                raise self._error("stage", "source", dict.fromkeys(sources, "its tensors change meanwhile"), FIX)
+                why = "its tensors change meanwhile"
+                raise self._error("stage", self.source.role, dict.fromkeys(sources, why), FIX)
             return {}
         for rank, reply in replies.items():
             ends[rank].tasks_id = number
             self._costs.note("stage", rank, reply.stage_s)
+        compare_replicas(self.source.role, {rank: reply.digests or {} for rank, reply in replies.items()})
         return replies
 
     def _note(self, side: Side, replies: Mapping[int, Described]) -> None:
@@ -253,8 +256,7 @@ class Attempt:
 
     def _refuse(self, side: Side, refused: Mapping[int, Refused]) -> None:
         """Raise if there are tensors that cannot travel."""
-        name = "source" if side is self.source else "target"
-        wrong = [one_sided(name, tensor, f"rank {rank}", why) for rank in refused for tensor, why in refused[rank]]
+        wrong = [one_sided(side.role, tensor, f"rank {rank}", why) for rank in refused for tensor, why in refused[rank]]
         if wrong:
             raise LayoutMismatchError(tuple(wrong))
 
@@ -304,10 +306,11 @@ class Attempt:
             return self._error("move", "target", {rank: "it has lost the plan, as after a restart"}, "Send again.")
         if source in self.source.lost or reply.outcome == "lost":
             why = self.source.lost.get(source, f"target rank {rank} could not read from it: {reply.reason}")
-            return _Repeat({source: why}, lost=True)
+            return _Repeat("move", {source: why}, lost=True)
         if reply.outcome == "overwritten":
-            return _Repeat({source: reply.reason}, lost=False)
-        return self._error("move", "source", {source: f"target rank {rank} waits for it: {reply.reason}"}, MORE_TIME)
+            return _Repeat("move", {source: reply.reason}, lost=False)
+        why = f"target rank {rank} waits for it: {reply.reason}"
+        return self._error("move", self.source.role, {source: why}, MORE_TIME)
 
     # -- replies and failures ------------------------------------------------------------------------------------------
 
@@ -339,15 +342,14 @@ class Attempt:
             return values
         side.cancel(requests, replies)
         self.target.cancel(others or {}, {})
-        name: Blamed = "target" if side is self.target else "source"
         lost = {rank: describe_reply(reply) for rank, reply in bad.items() if reply.failure is not None}
         if lost and side.name == "source":
-            raise _Repeat(lost, lost=True)
+            raise _Repeat(phase, lost, lost=True)
         reasons = {rank: describe_reply(reply) for rank, reply in bad.items()}
         reasons.update(dict.fromkeys(superseded, "another attempt of this link has superseded this one"))
         late = any(reply.late is not None for reply in bad.values())
         remedy = RESTART if lost else MORE_TIME if late else FIX
-        raise self._error(phase, name, reasons, remedy) from first_error(bad)
+        raise self._error(phase, side.role, reasons, remedy) from first_error(bad)
 
     def _error(self, phase: Phase, side: Blamed, reasons: Mapping[int, str], remedy: str) -> TransferError:
         nodes = (self.source if side == "source" else self.target).nodes

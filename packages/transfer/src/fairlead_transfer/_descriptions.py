@@ -144,8 +144,8 @@ def check_dtypes(source: Tensors, target: Tensors, selection: Selection) -> dict
     return wrong
 
 
-def compare_replicas(digests: Mapping[int, Mapping[Any, int]]) -> None:
-    """Refuse source ranks that hold the same box with other bytes, by a LayoutMismatchError with these tensors."""
+def compare_replicas(side: str, digests: Mapping[int, Mapping[Any, int]]) -> None:
+    """Refuse ranks of a side that hold the same box with other bytes, by a LayoutMismatchError with these tensors."""
     seen: dict[Any, tuple[int, int]] = {}
     wrong: dict[str, Mismatch] = {}
     for rank, held in digests.items():
@@ -153,7 +153,7 @@ def compare_replicas(digests: Mapping[int, Mapping[Any, int]]) -> None:
             other, expected = seen.setdefault(key, (rank, digest))
             if digest != expected:
                 text = f"they hold the same box with different bytes, at {key[1]}: synchronise the replicas"
-                wrong.setdefault(key[0], Mismatch(key[0], f"ranks {other} and {rank}", "", text))
+                wrong.setdefault(key[0], one_sided(side, key[0], f"ranks {other} and {rank}", text))
     if wrong:
         raise LayoutMismatchError(tuple(wrong.values()))
 

@@ -31,8 +31,8 @@ class Link:
     """Sends the tensors of one group of workers to another group, which may shard them differently.
 
     After a `send`, all target ranks hold the new version. If it fails before its decision, all of them still hold the
-    previous one. From one send to the next, a link holds one copy of the sent pieces, in the shared memory of each
-    source process or in Ray's object store.
+    previous one. From one send to the next, a link holds one copy of the sent pieces in the shared memory of each
+    source process, and one on each node that reads them over TCP; or one in Ray's object store.
 
     Args:
         source_group: the group that has the tensors.
@@ -174,6 +174,7 @@ class Link:
 
         Raises:
             TypeError, ValueError: a rank that does not exist, nothing was sent yet, or a link that has been closed.
+            LayoutMismatchError: target ranks that hold the same box of the version differ; nothing has been applied.
             TransferError: a rank is dead or late, or no rank holds this version of some tensors any more.
             WorkerGroupError: a group has been shut down.
         """

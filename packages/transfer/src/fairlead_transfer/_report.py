@@ -17,7 +17,7 @@ class TransferReport:
 
     Attributes:
         version: the version that the target ranks hold now.
-        bytes_moved: bytes that went from one process to another.
+        bytes_moved: bytes that target ranks have fetched, also if their own process has sent them.
         bytes_between_nodes: bytes that went from one node to another.
         seconds: of the slowest rank in each phase: collect, stage, move, commit.
         slowest: that rank, by phase; of the source in collect and stage, otherwise of the target.
@@ -75,7 +75,7 @@ class Costs:
     """What one attempt has cost, from the replies of the workers."""
 
     rounds: int = 0  # of requests
-    bytes_moved: int = 0  # from one process to another
+    bytes_moved: int = 0  # which target ranks have fetched
     _measured: list[tuple[str, float, int]] = field(default_factory=list)
 
     def note(self, phase: Phase, rank: int, seconds: float) -> None:

@@ -28,7 +28,6 @@ class Route:
 
     plan: TransferPlan  # who sends which piece to whom
     tasks: Tasks  # for the workers
-    sources: frozenset[int]  # the source ranks that take part
     targets: frozenset[int]  # the target ranks that take part
     described: dict[int, Any]  # what the target ranks have said of their tensors
 
@@ -80,7 +79,7 @@ class Router:
             wanted = whole_tensors(held, len(target.members))
         else:
             wanted = self._read(target, range(len(target.members)))
-        route = self._route(source, held, wanted, sources, range(len(target.members)))
+        route = self._route(source, held, wanted, range(len(target.members)))
         self._kept, self._made_for = route if not without else None, self._describe()
         return route
 
@@ -88,7 +87,7 @@ class Router:
         """Make the route from target ranks that hold a version to others; refuse tensors that no rank holds."""
         held = self._read(replicas, good)
         wanted = with_ranks(self._read(self._target, ranks), ranks)
-        return self._route(replicas, held, wanted, good, ranks)
+        return self._route(replicas, held, wanted, ranks)
 
     def explain(self, route: Route) -> TransferExplanation:
         """Describe a route for people."""
@@ -97,24 +96,16 @@ class Router:
 
     def _read(self, side: Side, ranks: Collection[int], *, renamed: bool = False) -> Tensors:
         described = [side.ends[member.rank].described if member.rank in ranks else None for member in side.members]
-        name = "source" if side.name == "source" else "target"
-        return read_side(name, described, self.selection, renamed=renamed)
+        return read_side(side.role, described, self.selection, renamed=renamed)
 
-    def _route(
-        self, source: Side, held: Tensors, wanted: Tensors, sources: Collection[int], targets: Collection[int]
-    ) -> Route:
+    def _route(self, source: Side, held: Tensors, wanted: Tensors, targets: Collection[int]) -> Route:
         if wrong := check_dtypes(held, wanted, self.selection):
             others = [
                 mismatch for mismatch in find_mismatches(held.layouts, wanted.layouts) if mismatch.name not in wrong
             ]
             raise LayoutMismatchError((*wrong.values(), *others))
-        plan = reshard(
-            held.layouts,
-            wanted.layouts,
-            source_nodes=source.nodes,
-            target_nodes=self._target.nodes,
-            same_processes=source.name == "source" and source.group is self._target.group,
-        )
+        # What a process sends to itself is staged too: its tensors may change before the commit.
+        plan = reshard(held.layouts, wanted.layouts, source_nodes=source.nodes, target_nodes=self._target.nodes)
         dtypes = {name: self.selection.travelling(dtype) for name, dtype in held.dtypes.items()}
 
         def choose(sender: int, receiver: int) -> str:
@@ -125,7 +116,7 @@ class Router:
         self._numbers += 1
         tasks = make_tasks(self._numbers, plan, held, wanted, dtypes, choose)
         described = {rank: self._target.ends[rank].described for rank in targets}
-        return Route(plan, tasks, frozenset(sources), frozenset(targets), described)
+        return Route(plan, tasks, frozenset(targets), described)
 
 
 def whole_tensors(held: Tensors, ranks: int) -> Tensors:

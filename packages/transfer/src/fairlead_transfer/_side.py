@@ -70,6 +70,11 @@ class Side:
                 self.version = now.version
 
     @property
+    def role(self) -> Literal["source", "target"]:
+        """The side to which the workers belong, for people: target ranks that send are of the target."""
+        return "source" if self.name == "source" else "target"
+
+    @property
     def lost(self) -> dict[int, str]:
         """Why the lost members were lost."""
         return {

@@ -79,8 +79,6 @@ class _Flows:
     readers: dict[_Piece, set[int]] = field(default_factory=dict)
     # By target rank, with where the piece begins in its box.
     fetches: dict[int, list[tuple[_Piece, tuple[int, ...]]]] = field(default_factory=dict)
-    # By target rank, what its own process holds: the tensor, its box there, its box in the source, and the sizes.
-    local: dict[int, list[Any]] = field(default_factory=dict)
 
 
 def make_tasks(
@@ -97,12 +95,11 @@ def make_tasks(
     flows = _find_flows(plan, numbers, transport)
     channels, blocks = _lay_out(flows, plan, [source.layouts[name] for name in names])
     common = {"id": number, "dtypes": [dtypes[name] for name in names]}
-    source_names = [source.own_names[name] for name in names]
     source_tasks = {
         rank: {
             **common,
             "library": source.library,
-            "names": source_names,
+            "names": [source.own_names[name] for name in names],
             "channels": channels.get(rank, []),
             "held": [],
         }
@@ -115,10 +112,8 @@ def make_tasks(
             **common,
             "library": target.library,
             "names": [target.own_names[name] for name in names],
-            "source_names": source_names,
             "shapes": [target.layouts[name].shape for name in names],
             "sources": _order_sources(flows.fetches.get(rank, ()), blocks, rank, len(plan.source_nodes)),
-            "local": flows.local.get(rank, []),
             "bytes": sum(math.prod(piece.size) * itemsizes[piece.tensor] for piece, _ in flows.fetches.get(rank, ())),
         }
         for rank in range(len(plan.target_nodes))
@@ -131,23 +126,17 @@ def _find_flows(plan: TransferPlan, numbers: Mapping[str, int], transport: Calla
     flows = _Flows()
     for same in plan.tensor_sets:
         pieces = same.pieces
-        receivers, own = pieces.receivers.tolist(), pieces.local.tolist()
+        receivers = pieces.receivers.tolist()
         starts, sizes = list(map(tuple, pieces.starts.tolist())), list(map(tuple, pieces.sizes.tolist()))
         inside = list(map(tuple, (pieces.starts - same.target.offsets[pieces.receivers]).tolist()))
         for name, senders in zip(same.names, pieces.senders.tolist(), strict=True):
             index = numbers[name]
             for row, pair in enumerate(zip(senders, receivers, strict=True)):
-                receiver = pair[1]
-                if own[row]:
-                    begin = tuple((pieces.starts[row] - same.source.offsets[receiver]).tolist())
-                    boxes = _box(inside[row], sizes[row]), _box(begin, sizes[row])
-                    flows.local.setdefault(receiver, []).append((index, *boxes, sizes[row]))
-                    continue
                 if pair not in flows.transports:
                     flows.transports[pair] = transport(*pair)
                 piece = _Piece(flows.transports[pair], pair[0], index, starts[row], sizes[row])
-                flows.readers.setdefault(piece, set()).add(receiver)
-                flows.fetches.setdefault(receiver, []).append((piece, inside[row]))
+                flows.readers.setdefault(piece, set()).add(pair[1])
+                flows.fetches.setdefault(pair[1], []).append((piece, inside[row]))
     return flows
 
 

@@ -12,12 +12,12 @@ import pytest
 
 from fairlead_transfer import RankFailure, TransferError
 from fairlead_transfer._remote.segment import Segments
-from fairlead_transfer._remote.sockets import MOST_UNPROVEN, Gone, Late, Listener, connect, introduce, listen
+from fairlead_transfer._remote.sockets import MOST_UNPROVEN, Gone, Late, Listener, connect, introduce, join, listen
 from fairlead_transfer.adapters._buckets import BucketShape, Packer, Unpacker
 from fairlead_transfer.adapters._intake import Intake
 from fairlead_transfer.adapters._members import make_memberships
+from fairlead_transfer.adapters._messages import is_closed, send_all
 from fairlead_transfer.adapters._messages import receive as receive_message
-from fairlead_transfer.adapters._messages import send_all
 from fairlead_transfer.adapters._transfer import Copied, Start, Transfer
 from fairlead_transfer.adapters.verl import FairleadCheckpointEngine
 
@@ -380,6 +380,34 @@ def test_strangers():
         connect(address, deadline)
     for connection in (*silent, member, members[0][1]):
         connection.close()
+
+
+def test_many_members_at_a_time():
+    """Members that the listener turns away, because many connect before they prove anything, come again."""
+    listening, members, count = listen("127.0.0.1"), [], 2 * MOST_UNPROVEN
+    address, all_connected = listening.getsockname(), threading.Barrier(count)
+    listener = Listener(listening, SECRET, lambda number, connection: members.append((number, connection)))
+
+    def join_with_others(number):
+        connected = []
+
+        def add(connection):
+            connected.append(connection)
+            if len(connected) == 1:
+                all_connected.wait(30)
+
+        return join(address, SECRET, number, time.monotonic() + 60, add)
+
+    with leave_nothing(), ThreadPoolExecutor(count) as threads:
+        joined = list(threads.map(join_with_others, range(count)))
+        deadline = time.monotonic() + 30
+        while len(members) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not any(map(is_closed, joined))
+        listener.close()
+        assert sorted(number for number, _ in members) == list(range(count))
+        for connection in (*joined, *(connection for _, connection in members)):
+            connection.close()
 
 
 def test_finalize_while_a_bucket_is_copied(monkeypatch):

@@ -17,6 +17,7 @@ import ray
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, LocalTensor
 from fairlead_transfer._remote.entry import SHARED, note_weights
+from fairlead_transfer._remote.replies import Committed
 from fairlead_transfer._remote.tensors import digest, library
 from fairlead_workergroup._remote.progress import NO_WEIGHTS, Record
 
@@ -155,15 +156,6 @@ def test_random_layouts_and_faults(first):
             sys.modules.pop(SHARED)
 
 
-def test_nothing_travels_within_a_process():
-    """If the source and the target are one group, a rank copies what it holds from itself."""
-    values, mesh = model(), NamedSharding.from_shape(dp=2, tp=2)
-    expected = shard(values, mesh, {"embed": {0: "tp"}})
-    ends = Ends(shard(values, mesh, {"embed": {0: ("tp", "dp")}}), zeros(expected), same=True)
-    assert ends.send(1) == 4 * 12 * 8 * 4 // 4
-    assert same(ends.workers["target"], expected)
-
-
 def test_arrays_without_a_box_are_replicated():
     """A plain array is held as a whole by each rank; a rank need not hold every tensor."""
     sources = [Worker({"a": np.arange(6.0)}), Worker({"a": np.arange(6.0), "b": np.ones((2, 2), "int32")})]
@@ -225,6 +217,60 @@ def test_superseded_requests_are_refused():
     assert ends.ask("target", 0, "commit", late, 1, None, None, None, 1).outcome == "superseded"
     assert ends.ask("source", 0, "describe", late, "weights", 0, None, 0, False, False).outcome == "superseded"
     assert not ends.workers["target"][0].tensors["a"].any()
+
+
+class Waiting(Worker):
+    """Waits in the first of its methods until it is resumed."""
+
+    async def pause(self):
+        if not self.inside.is_set():
+            self.inside.set()
+            await self.resumed.wait()
+
+    async def load(self, tensors):
+        await self.pause()
+        super().load(tensors)
+
+
+@pytest.mark.parametrize(
+    ("before", "apply", "later", "outcomes", "left"),
+    [
+        ("pause", None, "release", ["superseded"], 0),
+        ("pause", None, "commit", ["superseded", "done"], 2),
+        (None, "load", "commit", ["done", "done"], 2),
+    ],
+)
+def test_commit_while_a_later_attempt_passes(before, apply, later, outcomes, left):
+    """A late commit writes nothing that a later attempt has staged, drops none of it, and mixes with no other one."""
+    source, target = Worker({}), Waiting({name: np.zeros(4) for name in "ab"})
+    ends = Ends([source], [target], apply=apply)
+
+    def stage(version):
+        source.tensors = {name: np.full(4, float(version)) for name in "ab"}
+        ends.plan()
+        assert ends.fetch(ends.stage(fresh=True), version)[0].outcome == "done"
+        if later == "release" and version == 2:
+            ends.ask("target", 0, "release", ends.epoch)
+
+    def start(version):
+        args = ends.epoch, version, before, None, apply, 1
+        return asyncio.create_task(ends.ends["target", 0].serve(target, "commit", args))
+
+    async def commit():
+        target.inside, target.resumed = asyncio.Event(), asyncio.Event()
+        commits = [start(1)]
+        await target.inside.wait()
+        await asyncio.to_thread(stage, 2)
+        commits += [start(2)] if later == "commit" else []
+        for _ in range(100):
+            await asyncio.sleep(0)
+        target.resumed.set()
+        return [Committed(*reply).outcome for reply in await asyncio.gather(*commits)]
+
+    stage(1)
+    assert asyncio.run(commit()) == outcomes
+    assert [target.tensors[name].tolist() for name in "ab"] == [[left] * 4] * 2
+    assert ends.ends["target", 0].held == (left or None)
 
 
 def test_commit_without_staging():

@@ -36,6 +36,15 @@ def test_transports(transport):
     assert set(router.explain(route).reasons) == set(expected)
 
 
+def test_link_from_a_group_to_itself():
+    """What a process sends to itself is staged too, so that all ranks get the tensors of one moment."""
+    sides = make_side("source", [1, 2]), make_side("target", [1, 2])
+    sides[1].group = sides[0].group
+    route = Router(*sides, Selection(lambda name: name, None, ()), "auto").make()
+    assert route.plan.bytes_moved == 2 * 4 * 4
+    assert all(tasks["sources"] for tasks in route.tasks.target.values())
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_route_is_kept(side):
     """A route is made again only if a process or a description has changed."""

@@ -4,6 +4,8 @@
 import concurrent.futures
 import gc
 import os
+import socket
+import time
 import types
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import ray
 from fairlead_transfer import LocalTensor
 from fairlead_transfer._remote import segment
 from fairlead_transfer._remote.replies import Described
-from fairlead_transfer._remote.segment import NAME, Mapping, Segment
+from fairlead_transfer._remote.segment import NAME, Mapping, Segment, Segments, Unread
+from fairlead_transfer._remote.server import Reader, Wish, serve
+from fairlead_transfer._remote.sockets import Listener, listen, shut
 from fairlead_transfer._remote.transports import fetch_value
 
 from ..ends import Ends, Worker
@@ -64,6 +68,56 @@ def test_segment_that_was_written_before_the_commit_is_not_used():
     ends.fetch(ends.stage(), 2)
     ends.stage()
     assert ends.commit(2)[0].outcome == "missing"
+
+
+def test_source_that_was_started_again():
+    """A source rank that listens elsewhere since its restart is read there, not over the connection to the old one."""
+    source, target = Worker({"a": np.ones(4)}), Worker({"a": np.zeros(4)})
+    ends = Ends([source], [target], nodes=("a", "b"), transport="tcp")
+    ends.send(1)
+    ends.restart("source", 0)
+    source.tensors["a"] += 1
+    ends.send(2)
+    assert target.tensors["a"].tolist() == [2] * 4
+    ends.close()
+
+
+def test_kept_connection_that_is_gone():
+    """A kept connection that was closed meanwhile is made once more."""
+    segments, reader, secret, taken = Segments(), Reader(), b"s" * 32, []
+    segments.begin("key", 3)[:] = b"abc"
+    *_, token, generation = segments.end("key")
+
+    def take(number, connection):
+        taken.append(connection)
+        serve(connection, segments)
+
+    listening = listen("127.0.0.1")
+    listener, address = Listener(listening, secret, take), listening.getsockname()
+    for number in range(1, 3):
+        place = bytearray(3)
+        reader.read({0: [Wish(address, secret, token, generation, [memoryview(place)])]}, time.monotonic() + 30)
+        assert (bytes(place), len(taken)) == (b"abc", number)
+        shut(taken[-1])
+    listener.close()
+    with pytest.raises(Unread, match="does not listen"):
+        reader.read({0: [Wish(address, secret, token, generation, [memoryview(place)])]}, time.monotonic() + 30)
+    segments.close()
+
+
+def test_reader_that_is_closed_while_it_connects(monkeypatch):
+    """A connection that is made meanwhile is closed, and nothing is read by it."""
+    listening, reader, connect = listen("127.0.0.1"), Reader(), socket.create_connection
+
+    def connect_late(*args):
+        reader.close()
+        return connect(*args)
+
+    monkeypatch.setattr(socket, "create_connection", connect_late)
+    wish = Wish(listening.getsockname(), b"s" * 32, b"t" * 16, 1, [memoryview(bytearray(3))])
+    with leave_nothing(), pytest.raises(Unread, match="The transfer has ended"):
+        reader.read({0: [wish]}, time.monotonic() + 10)
+    listening.close()
 
 
 def test_larger_segment_is_a_new_file():

@@ -55,6 +55,7 @@ class End:
         self._writable: tuple[int, int] | None = None  # the plan and the memory that were found so
         self._inconsistent = False
         self._concurrent = False
+        self._writing = asyncio.Lock()
 
     @property
     def held(self) -> int | Literal["inconsistent"] | None:
@@ -165,11 +166,14 @@ class End:
             await call(worker, before)
             if self._method is not None:
                 await self._collect_again(worker, self._method)
-            finish(self._collection.values.values())
-            writing, self._committed = True, None
-            await self._put(apply, worker, chunk_bytes)
-            finish(self._collection.values.values())
-            writing, self._inconsistent, self._committed = False, False, (epoch, version)
+            async with self._writing:  # an earlier commit may be at `apply`
+                if epoch < self._epoch or self._staged != (epoch, version):  # a later attempt has passed meanwhile
+                    return Committed("superseded")
+                finish(self._collection.values.values())
+                writing, self._committed = True, None
+                await self._put(apply, worker, chunk_bytes)
+                finish(self._collection.values.values())
+                writing, self._inconsistent, self._committed = False, False, (epoch, version)
             await call(worker, after)
         except Exception as error:  # noqa: BLE001  whatever the user's methods raise
             text = f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
@@ -178,7 +182,8 @@ class End:
             # Also if a hook was cancelled, or Ctrl-C came.
             self._inconsistent = self._inconsistent or writing
             note_weights(self.held)
-            self._drop()
+            if self._staged == (epoch, version):
+                self._drop()
         return Committed(version=version, commit_s=time.monotonic() - began)
 
     async def _collect_again(self, worker: Any, method: str) -> None:
@@ -252,7 +257,7 @@ class End:
         self._staged = None
         for transport in self._transports.values():
             transport.release()
-        pieces = self._copy_local(tools)
+        pieces: list[tuple[int, Any, Any]] = []
         staged = {(source, number): entry for source, all in intake.staged.items() for number, entry in enumerate(all)}
         needed = [(source, number) for source, channels in tasks["sources"].items() for number in channels]
         for kind, transport in self._transports.items():
@@ -274,20 +279,6 @@ class End:
         if intake.epoch == self._epoch:  # otherwise a later attempt has begun
             self._pieces, self._staged = pieces, (intake.epoch, intake.version)
         return Fetched(relays=relays, length=tasks["bytes"], move_s=time.monotonic() - began)
-
-    def _copy_local(self, tools: Any) -> list[tuple[int, Any, Any]]:
-        """Copy what the source end of this process holds: it may change before the commit."""
-        tasks = self._tasks
-        if not tasks["local"]:
-            return []
-        own = find_shared("ends", {})[self._key[0], "source"]._collection.values  # noqa: SLF001  of the same class
-        finish(own.values())
-        pieces = []
-        for index, box, source_box, sizes in tasks["local"]:
-            copy = tools.empty(sizes, tasks["dtypes"][index])
-            tools.copy(copy, part(own[tasks["source_names"][index]], source_box))
-            pieces.append((index, box, copy))
-        return pieces
 
     async def _put(self, apply: str | None, worker: Any, chunk_bytes: int) -> None:
         """Overwrite the tensors of the target, or hand whole tensors to a method of the user's."""

@@ -6,6 +6,7 @@ A reader asks for the content of a segment by its token and generation. The serv
 it has all bytes: if it is still the same, no byte is of a later one.
 """
 
+import functools
 import math
 import os
 import socket
@@ -14,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
-from .segment import HEAD, Segments, Unread
-from .sockets import Gone, Late, close, connect, fill, introduce, read, run
+from .segment import ENDED, HEAD, Segments, Unread
+from .sockets import Gone, Late, close, fill, join, read, run
 
 # Token, generation, and how many bytes of the content.
 REQUEST = "!16sQQ"
@@ -63,7 +64,9 @@ class Reader:
     """Reads segments of other hosts, from all of them at the same time, and keeps the connections."""
 
     def __init__(self) -> None:
-        self._connections: dict[Any, socket.socket] = {}
+        # With the address and the secret: a process that was started again has others.
+        self._connections: dict[Any, tuple[Any, Any]] = {}
+        self._closed = False
 
     def read(self, wishes: Mapping[Any, Sequence[Wish]], deadline: float, *, checks: bool = True) -> None:
         """Read segments into their places, by a key of the process that sends them; Unread if that fails.
@@ -83,30 +86,48 @@ class Reader:
             ended.result()
 
     def _read_from(self, key: Any, wishes: Sequence[Wish], deadline: float, checks: bool) -> None:
-        """Read what one process sends."""
+        """Read what one process sends; if the kept connection to it is gone, over a new one."""
+        peer = wishes[0].address, wishes[0].secret
+        known, connection = self._connections.get(key, (None, None))
         try:
-            if key not in self._connections:
-                self._connections[key] = connect(wishes[0].address, deadline)
-                introduce(self._connections[key], wishes[0].secret, READER, deadline)
-            _ask(key, self._connections[key], wishes, deadline, with_content=True)
+            if known != peer:
+                connection = join(*peer, READER, deadline, functools.partial(self._keep, key, peer))
+            _ask(key, connection, wishes, deadline, with_content=True)
             if checks:
-                _ask(key, self._connections[key], wishes, deadline, with_content=False)
+                _ask(key, connection, wishes, deadline, with_content=False)
         except BaseException as error:
-            self._forget(key)  # an answer may be on its way
+            was_open = self._forget(key)  # an answer may be on its way
             if isinstance(error, Late):
                 raise Unread("late", key, "it did not send what it has staged by the deadline") from error
-            if isinstance(error, (Gone, KeyError)):
+            if not isinstance(error, Gone):
+                raise
+            if known != peer or not was_open:
                 raise Unread("lost", key, str(error)) from error
-            raise
+            self._read_from(key, wishes, deadline, checks)
+
+    def _keep(self, key: Any, peer: Any, connection: socket.socket) -> None:
+        """Keep a new connection; Gone if the reader was closed meanwhile."""
+        self._forget(key)
+        self._connections[key] = peer, connection
+        if self._closed:
+            self._forget(key)
+            raise Gone(ENDED)
 
     def keep_only(self, keys: Collection[Any]) -> None:
         """Close the connections to other processes than these."""
         for key in set(self._connections).difference(keys):
             self._forget(key)
 
-    def _forget(self, key: Any) -> None:
-        if (connection := self._connections.pop(key, None)) is not None:  # another thread may have been faster
-            close(connection)
+    def close(self) -> None:
+        """Close all connections for good: a thread that still runs gets Unread."""
+        self._closed = True
+        self.keep_only(())
+
+    def _forget(self, key: Any) -> bool:
+        """Close a connection; return whether it was kept until now: another thread may have been faster."""
+        if (entry := self._connections.pop(key, None)) is not None:
+            close(entry[1])
+        return entry is not None
 
 
 def _ask(key: Any, connection: socket.socket, wishes: Sequence[Wish], deadline: float, *, with_content: bool) -> None:

@@ -79,14 +79,36 @@ def introduce(connection: socket.socket, secret: bytes, number: int, deadline: f
     _tune(connection)
 
 
-def answer(connection: socket.socket, secret: bytes, deadline: float) -> int:
-    """Return the number of the member that has connected; Late or Gone for a stranger."""
+def join(
+    address: tuple[str, int], secret: bytes, number: int, deadline: float, add: Callable[[socket.socket], None]
+) -> socket.socket:
+    """Return a connection to a process that listens, and that has proved to know the secret; Late or Gone if it fails.
+
+    A listener that has turned this process away, as one of too many at a time, is asked again. `add` takes each
+    connection before the proof, and may end this with Gone.
+    """
+    while True:
+        connection = connect(address, deadline)
+        add(connection)
+        try:
+            introduce(connection, secret, number, deadline)
+            return connection
+        except Gone:
+            close(connection)
+            if time.monotonic() + LOOK_S > deadline:
+                raise
+        time.sleep(LOOK_S)
+
+
+def answer(connection: socket.socket, secret: bytes, deadline: float, admit: Callable[[], None]) -> int:
+    """Return the number of the member that has connected; Late or Gone for a stranger, or from `admit`."""
     mine = secrets.token_bytes(NONCE)
     run(connection, deadline, lambda: connection.sendall(mine))
     theirs = read(connection, NONCE + struct.calcsize(NUMBER), deadline)
     expected = prove(secret, b"member" + mine + theirs)
     if not hmac.compare_digest(read(connection, len(expected), deadline), expected):
         raise Gone("the process that has connected is not of this transfer")
+    admit()
     run(connection, deadline, lambda: connection.sendall(prove(secret, b"listener" + mine + theirs)))
     _tune(connection)
     return int(struct.unpack(NUMBER, theirs[NONCE:])[0])
@@ -118,26 +140,28 @@ class Listener:
                 continue
             with self._lock:
                 self._unproven[id(connection)] = connection
-                oldest = next(iter(self._unproven.values())) if len(self._unproven) > MOST_UNPROVEN else None
-            if oldest is not None:
-                shut(oldest)  # its thread closes it
+                if len(self._unproven) > MOST_UNPROVEN:
+                    shut(self._unproven.pop(next(iter(self._unproven))))  # its thread closes it
             threading.Thread(target=self._answer, args=(connection,), name="fairlead-transfer", daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
+        admit = functools.partial(self._admit, connection)
         try:
-            number = answer(connection, self._secret, time.monotonic() + PROOF_S)
+            number = answer(connection, self._secret, time.monotonic() + PROOF_S, admit)
         except (Late, Gone):
-            number = None
-        if number is None or self._closed:
             close(connection)
         else:
-            with self._lock:
-                self._unproven.pop(id(connection), None)
-                self._taken[id(connection)] = connection
             self._take(number, connection)
         with self._lock:
             self._unproven.pop(id(connection), None)
             self._taken.pop(id(connection), None)
+
+    def _admit(self, connection: socket.socket) -> None:
+        """Count a connection as that of a member; Gone if it was turned away meanwhile."""
+        with self._lock:
+            if self._closed or self._unproven.pop(id(connection), None) is None:
+                raise Gone("it was turned away")
+            self._taken[id(connection)] = connection
 
     def close(self) -> None:
         """Stop listening, and end the connections that have proved nothing, or that are still being taken."""

@@ -119,7 +119,12 @@ class Network(SharedMemory):
             content = self._relays.begin(place, size, fresh=fresh)
             wishes.setdefault(place[0], []).append(Wish(tuple(address), secret, token, generation, [content]))
         self._reader.keep_only(wishes)
-        self._reader.read(wishes, deadline)
+        try:
+            self._reader.read(wishes, deadline)
+        except Unread as error:
+            if error.outcome != "lost":
+                raise
+            raise Unread("lost", error.source, f"{error}; if it is alive, {ADVICE}") from error
         return {place: self._relays.end(place) for place in staged}
 
     def close(self) -> None:
@@ -127,7 +132,7 @@ class Network(SharedMemory):
         if self._listener is not None:
             self._listener.close()
         self._relays.close()
-        self._reader.keep_only(())
+        self._reader.close()
         super().close()
 
 

@@ -84,7 +84,7 @@ class Intake:
         """Give everything back."""
         with self._lock:
             self._mapped = None
-        self._reader.keep_only(())
+        self._reader.close()
         self._relays.close()
 
 

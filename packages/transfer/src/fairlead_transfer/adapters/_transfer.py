@@ -5,6 +5,7 @@ The first sender leads: all other processes are connected to it.
 """
 
 import contextlib
+import functools
 import queue
 import socket
 import threading
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from .._remote.sockets import LOOK_S, Gone, Late, close, connect, introduce
+from .._remote.sockets import LOOK_S, Gone, Late, close, join
 from ..exceptions import Phase, RankFailure, State, TransferError
 from ._buckets import Part
 from ._intake import Description
@@ -84,9 +85,7 @@ class Transfer:
             return
         address = self.me.addresses[0]
         try:
-            connection = connect(address, deadline)
-            self._add(0, connection)
-            introduce(connection, self.me.secret, self.me.number, deadline)
+            join(address, self.me.secret, self.me.number, deadline, functools.partial(self._add, 0))
         except Late as error:
             raise self.late({0}, f"accept a connection at {address}") from error
         except Gone as error:
@@ -110,7 +109,7 @@ class Transfer:
             if time.monotonic() > deadline:
                 raise self.late(missing, "connect to source rank 0")
             try:
-                self._add(*arrivals.get(timeout=LOOK_S))
+                self._add(*arrivals.get(timeout=min(LOOK_S, max(0.0, deadline - time.monotonic()))))
             except queue.Empty:
                 continue
 
