@@ -237,7 +237,9 @@ def wheels(session: nox.Session) -> None:
         python = make_environment(session)
         folder = Path(python).parent.parent
         command = ["uv", "pip", "install", "--quiet", "--python", python, "--index", index, "-c", "constraints.txt"]
-        session.run(*command, f"fairlead-{name}", env=INSTALL_ENV)
+        # uv may have wheels of this version from an earlier run of the session.
+        fresh = [f"--refresh-package=fairlead-{one}" for one in SIBLINGS]
+        session.run(*command, *fresh, f"fairlead-{name}", env=INSTALL_ENV)
         (folder / "example.py").write_text(read_blocks(name, "python")[0], encoding="utf-8")
         own = {**RAY_ENV, **UV_ENV, "FAIRLEAD_VENV_DIR": str(folder / "venvs")}
         with session.chdir(folder):
