@@ -288,3 +288,18 @@ def test_file_system_that_does_not_answer(tmp_path):
     (answer,) = answers
     assert len(answer["processes"]) == 1
     assert "file system" in answer["notes"][0]
+
+
+def test_records_on_a_file_system_that_does_not_answer(tmp_path, monkeypatch):
+    """Source lines are read even if the folder of the flight recorder's files does not answer."""
+    hangs = threading.Event()
+    monkeypatch.setattr("fairlead_inspect._node.look.read_dump", lambda *_: hangs.wait() and ([], ""))
+    script = tmp_path / "train.py"
+    script.write_text("import time\nclass Device: wait = staticmethod(time.sleep)\nDevice.wait(60)\n")
+    with subprocess.Popen([sys.executable, str(script)]) as child:
+        time.sleep(0.5)
+        answer = look_at_node([child.pid], [], 0.2, 3.0)
+        child.kill()
+    hangs.set()
+    assert answer["processes"][0]["threads"][0]["waits_inside"]
+    assert "file system" in answer["notes"][0]
