@@ -2,6 +2,7 @@
 """What a probe reads of real processes of this machine, and that it changes nothing in them."""
 
 import ast
+import itertools
 import os
 import signal
 import subprocess
@@ -150,6 +151,20 @@ def test_ended_process(start):
     """A process that has ended is left out."""
     assert look([2**22 + 1], [], 0.0, 60.0)["processes"] == []
     assert read_environ(2**22 + 1) == {}
+
+
+def test_process_that_ends_while_it_is_read(start, monkeypatch):
+    """The memory of a process that has just ended is empty, and is not read for ever."""
+    pid, real, reads = start(), os.pread, itertools.count(1)
+
+    def read(*arguments):
+        if next(reads) == 3:  # the first variable, after the address of all and their addresses
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pread", read)
+    assert read_environ(pid) == {}
 
 
 def test_without_pyspy(start, monkeypatch):
