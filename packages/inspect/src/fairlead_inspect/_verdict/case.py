@@ -142,17 +142,15 @@ class Case:
         since_s = self.age(key)[0]
         since_s = self.call_age(key) if since_s is None else since_s
         place, text = _show_place(self.at(key)), text + self.describe_place(key)
-        return Suspect(self.name(key), self.pid(key), self.address(key), place, since_s, text)
+        node, pid = self.find_process(key)
+        return Suspect(self.name(key), pid, node, place, since_s, text)
 
-    def pid(self, key: str) -> int:
-        """Return the process id of a process; 0 if it has none."""
+    def find_process(self, key: str) -> tuple[str, int]:
+        """Return the address of the node of a process, and its process id; "" and 0 if it has none."""
         known = self.graph.processes.get(key) or self.graph.actors.get(key) or self.graph.tasks.get(key[5:])
-        return known.pid if known is not None else 0
-
-    def address(self, key: str) -> str:
-        """Return the address of the node of a process."""
-        process = self.graph.processes.get(key)
-        return next((node.address for node in self.snapshot.nodes if process and node.node_id == process.node_id), "")
+        if known is None:
+            return "", 0
+        return next((node.address for node in self.snapshot.nodes if node.node_id == known.node_id), ""), known.pid
 
     def blame(
         self, kind: Kind, keys: Sequence[str], text: str, wait: Wait | None, since: tuple[float | None, str],
@@ -188,6 +186,7 @@ class Case:
         ranks = sorted(member.rank for _, member in members if member.rank is not None)[:_MOST_NAMED]
         sure = [workers.confidence for workers, member in members if member.rank is not None]
         actors = [graph.actors[key] for key in keys[:_MOST_NAMED] if key in graph.actors]
+        node, pid = self.find_process(first)
         fields: dict[str, Any] = {
             "text": text,
             "worker_set": workers.name if workers is not None else members[0][0].name if members else "",
@@ -196,8 +195,8 @@ class Case:
             "ordinals": () if ranks else tuple(sorted(member.ordinal for _, member in members))[:_MOST_NAMED],
             "actors": tuple(Named(actor.actor_id, actor.class_name, actor.name) for actor in actors),
             "task": task.name if task is not None else "",
-            "pid": self.pid(first),
-            "node": self.address(first),
+            "pid": pid,
+            "node": node,
             "where": _show_place(self.at(first)),
         }
         if wait is not None and first not in wait.waiters:

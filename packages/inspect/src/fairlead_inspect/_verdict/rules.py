@@ -119,9 +119,10 @@ def _judge(case: Case) -> list[Finding]:
     ]  # fmt: skip
     # Who waits for one of these is explained.
     explained = held_up | {actor.id for finding in found for actor in finding.actors if finding.blames}
-    tasks = {(finding.task, finding.pid) for finding in found if finding.blames and finding.task}
-    explained |= {f"task:{key}" for key, task in case.graph.tasks.items() if (task.name, task.pid) in tasks}
-    if any(finding.kind == "stopped" and not finding.actors for finding in found):
+    tasks = {(finding.task, finding.node, finding.pid) for finding in found if finding.blames and finding.task}
+    keys = {f"task:{key}": task.name for key, task in case.graph.tasks.items()} if tasks else {}
+    explained |= {key for key, name in keys.items() if (name, *case.find_process(key)) in tasks}
+    if any(finding.kind == "stopped" and not (finding.actors or finding.task) for finding in found):
         explained.add(case.graph.driver)
     for workers in case.graph.worker_sets:
         members = {member.key for member in workers.members}
@@ -147,8 +148,8 @@ def _judge(case: Case) -> list[Finding]:
         standing = [key for key in _standing(case) if key not in explained and not (works and key == case.graph.driver)]
         suspects = dict.fromkeys(standing, "its call has not moved") | suspects
         # What is at the end of one wait may be on the way of another.
-        pids = {case.graph.processes[key].pid for key in suspects if key in case.graph.processes}
-        found = [finding for finding in found if finding.kind != "working" or finding.pid not in pids]
+        places = {case.find_process(key) for key in suspects if key in case.graph.processes}
+        found = [one for one in found if one.kind != "working" or (one.node, one.pid) not in places]
         found += [*_list_suspects(case, suspects, found), *_find_unread(case, suspects)]
     return sorted(found, key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
 
@@ -377,11 +378,12 @@ def _find_callers(case: Case) -> list[str]:
 def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding]) -> list[Finding]:
     """Return one finding that lists the processes of which any may be the cause, those that stand for longest first."""
     spoken = [finding for finding in found if finding.kind != "working"]
-    said = {pid for one in spoken for pid in (one.pid, *(suspect.pid for suspect in one.suspects)) if pid}
+    said = {(finding.node, finding.pid) for finding in spoken}
+    said |= {(one.node, one.pid) for finding in spoken for one in finding.suspects}
     order = {"user": 0, "library": 1}
     rated = [(order.get(case.at(key).kind, 2), case.suspect(key, text)) for key, text in suspects.items()]
     rated.sort(key=lambda pair: (pair[0], -(pair[1].since_s or 0.0), pair[1].pid))
-    listed = [one for _, one in rated if one.pid not in said or not one.pid]
+    listed = [one for _, one in rated if (one.node, one.pid) not in said or not one.pid]
     if not listed:
         return []
     alone = len(listed) == 1
