@@ -133,6 +133,17 @@ def test_unknown_last_run():
     assert kinds(replace(unknown, calls=())) == ["undecided"]
 
 
+@pytest.mark.parametrize("states", [("S", "S"), ("D", "D")])
+def test_unknown_last_run_outside_of_a_collective(states):
+    """Without a collective a worker may rest just in the moment of the look, so that it is a suspect."""
+    calls = (Call(task(actor_id(0)), "train", actor_id(0), "RUNNING", NOW - 200),)
+    driver = process(811, GET, refs=[ref(actor_id(0))], driver=True, title="python")
+    worker = process(1000, QUEUE, states=states, state=states[0], age=None)
+    (found,) = diagnose(look([actor(0)], [driver, worker], calls=calls))
+    assert (found.kind, found.blames, [one.pid for one in found.suspects]) == ("undecided", False, [1000])
+    assert (found.suspects[0].text, exit_status([found])) == ("does not move, and it is not known since when", 4)
+
+
 def test_spinning_rank():
     """A rank that spins outside of the collective may be stuck or work, so that it is a suspect and not blamed."""
     spins = {"ticks": 90, "switches": 40, "before": LOOP, "states": ("R", "R"), "age": 0.0}

@@ -35,12 +35,12 @@ class Case:
         began = self.graph.began.get(key)
         return None if began is None else self.snapshot.looked_at - began
 
-    def age(self, key: str) -> tuple[float | None, str]:
+    def age(self, key: str, *, by_call: bool = True) -> tuple[float | None, str]:
         """Return for how long a process has stood where it stands, and what says so; None if that is not known.
 
         A thread that rests says it itself, and a child that it waits for more. One that polls has waited since its call
-        began, as one that rests where the kernel does not say when it ran. One that spins has no age, since a long
-        computation looks the same.
+        began, as may one that rests, if the kernel does not say when it ran: `by_call` takes that for it. One that
+        spins has no age, since a long computation looks the same.
         """
         at = self.at(key)
         if (held := self.holding_child(key)) is not None and held[0].since_s is not None:
@@ -48,7 +48,8 @@ class Case:
         rests = at.motion in ("still", "disk", "stopped")
         if rests and at.since_s is not None:
             return at.since_s, RAN
-        return (self.call_age(key), CALLED) if rests or at.motion == "waking" else (None, "")
+        calls = at.motion == "waking" or (rests and by_call)
+        return (self.call_age(key), CALLED) if calls else (None, "")
 
     def sleeps(self, key: str) -> bool:
         """Return whether a process sleeps, waits for a person, or has traffic where it stands: it waits on purpose."""

@@ -239,7 +239,8 @@ def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) ->
 def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
     """Return the facts about the processes at the end of a wait."""
     at, collective = [case.at(key) for key in keys], wait.kind == "collective"
-    ages = [case.age(key)[0] for key in keys]
+    # Others wait in a collective for as long as this one stands; outside, it may rest just in the moment of the look.
+    ages = [case.age(key, by_call=collective)[0] for key in keys]
     age = min(known for known in ages if known is not None) if None not in ages else None
     waited = case.waited(wait) if collective else None
     if collective and waited is None and all(case.at(key).motion == "spinning" for key in wait.waiters):
