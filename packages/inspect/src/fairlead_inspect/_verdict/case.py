@@ -86,6 +86,13 @@ class Case:
         )
         return any(works) or any(runs)
 
+    def quiet_s(self) -> float:
+        """Return for how many seconds nothing of the job has begun or ended, as far as Ray lists it."""
+        times = [call.began for call in self.graph.tasks.values()]
+        times += [actor.created for actor in self.graph.actors.values()]
+        times += [ended for key, ended in self.snapshot.finished.items() if key.endswith(self.graph.job.job_id)]
+        return self.snapshot.looked_at - max(times, default=0.0)
+
     def upstream(self, keys: Iterable[str]) -> set[str]:
         """Return all processes that wait for some, directly or not, without those themselves."""
         ends = {*keys}
@@ -202,9 +209,8 @@ class Case:
         }
         if wait is not None and first not in wait.waiters:
             everybody = self.upstream(keys) | {*wait.waiters}
-            waiters = sorted(everybody - {self.graph.driver}) or sorted(
-                everybody
-            )  # the driver counts only if nobody else waits
+            # The driver counts only if nobody else waits.
+            waiters = sorted(everybody - {self.graph.driver}) or sorted(everybody)
             members = [pair for key in waiters if (pair := graph.members.get(key))]
             ranks = sorted(member.rank for _, member in members if member.rank is not None)
             ordinals = sorted(member.ordinal for _, member in members if member.rank is None)

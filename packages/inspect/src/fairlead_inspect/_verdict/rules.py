@@ -150,7 +150,7 @@ def _judge(case: Case) -> list[Finding]:
         # What is at the end of one wait may be on the way of another.
         places = {case.find_process(key) for key in suspects if key in case.graph.processes}
         found = [one for one in found if one.kind != "working" or (one.node, one.pid) not in places]
-        found += [*_list_suspects(case, suspects, found), *_find_unread(case, suspects)]
+        found += [*_list_suspects(case, suspects, found), *_find_unread(case, {*suspects, *explained})]
     return sorted(found, key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
 
 
@@ -395,23 +395,25 @@ def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding
     return [case.say("undecided", [*suspects], text, waits[0] if waits else None, **more)]
 
 
-def _find_unread(case: Case, suspects: Collection[str]) -> list[Finding]:
-    """Name the processes whose waits are not known, and of which no finding speaks: any of them may hang."""
+def _find_unread(case: Case, named: Collection[str]) -> list[Finding]:
+    """Name the processes whose waits are not known, except for some that other findings name: any of them may hang."""
     graph, found = case.graph, list[Finding]()
-    left = sorted(graph.processes.keys() - {*suspects}, key=lambda key: (key != case.graph.driver, key))
+    left = sorted(graph.processes.keys() - {*named}, key=lambda key: (key != case.graph.driver, key))
     known = {key for wait in graph.waits for key in wait.waiters}
     gets = [key for key in left if case.at(key).kind == "ray-get" and key not in known]
+    blind = [key for key in gets if not any(thread.references for thread in graph.processes[key].threads)]
+    # Such objects may be there in a moment, as long as something of the job goes on.
+    rests = case.quiet_s() >= case.after_s and not case.moving() and not graph.began.keys() - graph.waiters - {*named}
     why = {
         "cannot be read, so any of them may hang": [key for key in left if case.at(key).kind == "unread"],
-        "in ray.get for objects whose ids cannot be read, so it is not known what for": [
-            key for key in gets if not any(thread.references for thread in graph.processes[key].threads)
+        "in ray.get for objects whose ids cannot be read, so it is not known what for": blind,
+        "in ray.get for objects that lead to no process: their tasks are over, or Ray does not list what makes them": [
+            key for key in gets if rests and key not in blind
         ],
     }
     for text, keys in why.items():
         if keys:
-            driver = (
-                "" if keys[0] != case.graph.driver else ", the driver" if len(keys) == 1 else ", the driver among them"
-            )
+            driver = f", the driver{' among them' * (len(keys) > 1)}" if keys[0] == graph.driver else ""
             subject = f"{len(keys)} process{'es' * (len(keys) > 1)}{driver}"
             notes = {graph.processes[key].note: None for key in keys if graph.processes[key].note}
             facts = tuple(Evidence("probe", note) for note in notes)
