@@ -46,8 +46,8 @@ def start(tmp_path):
     script, started = tmp_path / "train.py", []
     script.write_text(textwrap.dedent(PROGRAM))
 
-    def start(how="wait"):
-        command = [sys.executable, str(script), how]
+    def start(how="wait", by=()):
+        command = [*by, sys.executable, str(script), how]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
@@ -186,6 +186,14 @@ def test_without_pyspy(start, monkeypatch):
 
     monkeypatch.setattr("builtins.open", refuse)
     assert read_environ(pid) == {}  # these were set after its start
+
+
+def test_container(start, in_container):
+    """The threads of a process in another pid namespace have counters and states of this one's."""
+    outside = start(by=in_container())
+    (pid,) = [child.pid for child in psutil.Process(outside).children()]
+    (thread,) = see(pid)[0].threads
+    assert (thread.tid, thread.ticks is None, all(thread.states)) == (pid, False, True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
