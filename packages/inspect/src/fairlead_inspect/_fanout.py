@@ -64,10 +64,10 @@ def look_at_cluster(
     me = "" if own else ray.get_runtime_context().get_job_id()
     jobs = [job for job in ask("jobs", _ray_private.read_jobs, job_id) if job_id is not None or job.job_id != me]
     nodes: list[dict[str, Any]] = ask("nodes", ray.nodes)
-    actors, calls, finished = list[Actor](), list[Call](), set[str]()
+    actors, calls, finished = list[Actor](), list[Call](), dict[str, float]()
     for job in jobs:
         rows = ask(f"actors of job {job.job_id}", _ray_private.read_actors, job.job_id)
-        what, nothing = f"task events of job {job.job_id}", (list[Call](), frozenset[str](), dict[str, float]())
+        what, nothing = f"task events of job {job.job_id}", (list[Call](), dict[str, float](), dict[str, float]())
         read = functools.partial(ask, what, _ray_private.read_calls, job.job_id)
         # Without task events fewer waits are known, and nothing else is lost.
         open_, over, created = attempt(what, nothing, read)
@@ -95,7 +95,7 @@ def look_at_cluster(
     no_labels: tuple[dict[str, dict[str, Any]], list[str]] = {}, []
     labels, missing = attempt("groups of Fairlead", no_labels, lambda: groups.result(left))
     return Snapshot(
-        time.time(), tuple(jobs), tuple(actors), tuple(processes), seen, tuple(calls), frozenset(finished),
+        time.time(), tuple(jobs), tuple(actors), tuple(processes), seen, tuple(calls), finished,
         labels=labels, took_s=time.monotonic() - began, notes=tuple(dict.fromkeys([*notes, *missing])),
         reservations=tuple(group for group in pending if group.job_id in chosen), launches=launches,
     )  # fmt: skip

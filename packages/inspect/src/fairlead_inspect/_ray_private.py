@@ -141,23 +141,23 @@ def _parse_death(row: Any) -> Death:
     return Death(said.removeprefix("Worker exit detail: ")[:300], intended, row.end_time / 1e3)
 
 
-def read_calls(job_id: str) -> tuple[list[Call], frozenset[str], dict[str, float]]:
-    """Return the open calls and tasks of a job, the ids of the finished ones, and when actors were created."""
+def read_calls(job_id: str) -> tuple[list[Call], dict[str, float], dict[str, float]]:
+    """Return the open calls and tasks of a job, when the others ended, and when actors were created."""
     latest: dict[str, Any] = {}
     for event in _read_events(job_id):
         task_id = event.task_id.hex()
         if task_id not in latest or latest[task_id].attempt_number <= event.attempt_number:
             latest[task_id] = event
-    calls, finished, created = [], set(), dict[str, float]()
+    calls, finished, created = [], dict[str, float](), dict[str, float]()
     for task_id, event in latest.items():
         times = event.state_updates.state_ts_ns
         if event.task_info.type == _CREATION:
             created[task_id[16:48]] = min(times.values(), default=0) / 1e9
         elif FINISHED in times or FAILED in times:
-            finished.add(task_id)
+            finished[task_id] = max(times.values()) / 1e9
         elif times and event.task_info.name and not task_id.startswith(_DRIVER):
             calls.append(_parse_call(event))
-    return calls, frozenset(finished), created
+    return calls, finished, created
 
 
 def read_spans(job_id: str) -> list[Call]:

@@ -278,7 +278,7 @@ class Snapshot:
         reservations: the placement groups that Ray had not placed.
         launches: how many nodes an autoscaler was starting.
         partial: whether only one machine was looked at, so that others may have more processes.
-        finished: the ids of tasks that are over.
+        finished: when tasks ended, in seconds since the epoch, by their ids.
         labels: what Fairlead's groups say of actors, by their ids: `rank`, `group`, `world_size`, `coords`, `waiting`
             (whether it waits for other members) and `step`.
         took_s: how many seconds that took.
@@ -291,7 +291,7 @@ class Snapshot:
     processes: tuple[Process, ...] = ()
     nodes: tuple[Node, ...] = ()
     calls: tuple[Call, ...] = ()
-    finished: frozenset[str] = frozenset()
+    finished: Mapping[str, float] = field(default_factory=dict, hash=False)
     labels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
     took_s: float = 0.0
     notes: tuple[str, ...] = ()

@@ -47,7 +47,8 @@ def start_job(folder, by=()):
         _, address, job_id = next(line for line in driver.stdout if line.startswith("address")).split()
         job = {**env, "RAY_ADDRESS": address}, job_id, driver.pid
         deadline = time.monotonic() + DEADLINE_S
-        while (done := run(job, *WHY)).returncode != 1:  # its processes start, and then have not stood for long
+        # Its processes start, and then have not stood for long.
+        while (done := run(job, *WHY, "--json")).returncode != 1 and UNKNOWN not in done.stdout:
             if time.monotonic() >= deadline:
                 pytest.fail(f"`why` did not decide within {DEADLINE_S} s: exit status {done.returncode}\n{done.stdout}")
         yield job
@@ -63,6 +64,7 @@ def job(tmp_path_factory):
 
 # A look at a busy machine takes longer; one that is too short leaves the verdict open.
 DEADLINE_S = 180
+UNKNOWN = "does not move, and it is not known since when"
 WHY = ("why", "--after", "2", "--timeout", "60")
 
 
@@ -75,10 +77,12 @@ def run(job, *arguments):
 
 
 def decide(job, *arguments):
-    """Run `why` until its verdict is not open."""
-    deadline = time.monotonic() + DEADLINE_S
+    """Run `why` until its verdict is not open. Skip if the kernel has forgotten when the thread ran last."""
+    deadline, unknown = time.monotonic() + DEADLINE_S, 0
     while (done := run(job, *WHY, *arguments)).returncode == 4 and time.monotonic() < deadline:
-        pass
+        unknown = unknown + 1 if UNKNOWN in run(job, *WHY, "--json").stdout else 0
+        if unknown == 3:
+            pytest.skip(f"the hung thread {UNKNOWN}, so that nobody is blamed outside of a collective")
     return done
 
 
@@ -160,6 +164,7 @@ WATCHDOG = """
 
 def test_program(job, tmp_path):
     """A program looks as the command does, attached or not."""
+    decide(job)
     watchdog = [sys.executable, "-c", textwrap.dedent(WATCHDOG)]
     done = subprocess.run(watchdog, env=job[0], cwd=tmp_path, capture_output=True, text=True, timeout=2 * DEADLINE_S)
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,7 @@ def large(monkeypatch):
         check_ray=lambda: None,
         read_jobs=lambda job_id: [Job(JOB, "train.py", 811, "n0", "driver")] * (job_id in (None, JOB)),
         read_actors=lambda job: actors,
-        read_calls=lambda job: ([], frozenset(), {}),
+        read_calls=lambda job: ([], {}, {}),
         read_reservations=list,
         read_launches=lambda: 0,
     )

@@ -2,6 +2,7 @@
 """What a probe reads of real processes of this machine, and that it changes nothing in them."""
 
 import ast
+import itertools
 import os
 import signal
 import subprocess
@@ -45,8 +46,8 @@ def start(tmp_path):
     script, started = tmp_path / "train.py", []
     script.write_text(textwrap.dedent(PROGRAM))
 
-    def start(how="wait"):
-        command = [sys.executable, str(script), how]
+    def start(how="wait", by=()):
+        command = [*by, sys.executable, str(script), how]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
@@ -152,6 +153,20 @@ def test_ended_process(start):
     assert read_environ(2**22 + 1) == {}
 
 
+def test_process_that_ends_while_it_is_read(start, monkeypatch):
+    """The memory of a process that has just ended is empty, and is not read for ever."""
+    pid, real, reads = start(), os.pread, itertools.count(1)
+
+    def read(*arguments):
+        if next(reads) == 3:  # the first variable, after the address of all and their addresses
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pread", read)
+    assert read_environ(pid) == {}
+
+
 def test_without_pyspy(start, monkeypatch):
     """Without py-spy, and without the right to read memory, the reason is given, and the rest is still there."""
     pid = start()
@@ -171,6 +186,14 @@ def test_without_pyspy(start, monkeypatch):
 
     monkeypatch.setattr("builtins.open", refuse)
     assert read_environ(pid) == {}  # these were set after its start
+
+
+def test_container(start, in_container):
+    """The threads of a process in another pid namespace have counters and states of this one's."""
+    outside = start(by=in_container())
+    (pid,) = [child.pid for child in psutil.Process(outside).children()]
+    (thread,) = see(pid)[0].threads
+    assert (thread.tid, thread.ticks is None, all(thread.states)) == (pid, False, True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")

@@ -204,6 +204,23 @@ def test_two_tasks_at_fault():
     assert {(one.kind, one.task) for one in found if one.blames} == {("pending", "score"), ("late", "load")}
 
 
+def test_equal_process_ids():
+    """Processes of several pods with one process id are told apart by their nodes."""
+    names, driver = ("n1", "n2", "n3"), process(811, GET, driver=True)
+    calls = tuple(
+        Call(f"{at:048x}"[8:] + JOB, "load", "", "RUNNING", NOW - 100, 7, name, "f" * 40 + JOB)
+        for at, name in enumerate(names)
+    )
+    threads = [
+        process(9000 + at, GET, refs=[(one.task_id + "00000001", False)]).threads[0] for at, one in enumerate(calls)
+    ]
+    loads = [replace(process(7, QUEUE, title="ray::load"), node_id=name) for name in names]
+    loads[0] = replace(process(7, QUEUE, title="ray::load", state="T"), node_id="n1")
+    nodes = tuple(Node(name, name) for name in names)
+    found = diagnose(look([], [replace(driver, threads=(*driver.threads, *threads)), *loads], calls=calls, nodes=nodes))
+    assert {(one.kind, one.node) for one in found if one.blames} == {("stopped", "n1"), ("late", "n2"), ("late", "n3")}
+
+
 def test_killed_peer_of_an_asynchronous_barrier():
     """An actor that was killed is named, if its peers have stood in their calls since then, whatever they wait in."""
     barrier = actor(9, "Barrier")
@@ -287,4 +304,19 @@ def test_file_system_that_does_not_answer(tmp_path):
         child.kill()
     (answer,) = answers
     assert len(answer["processes"]) == 1
+    assert "file system" in answer["notes"][0]
+
+
+def test_records_on_a_file_system_that_does_not_answer(tmp_path, monkeypatch):
+    """Source lines are read even if the folder of the flight recorder's files does not answer."""
+    hangs = threading.Event()
+    monkeypatch.setattr("fairlead_inspect._node.look.read_dump", lambda *_: hangs.wait() and ([], ""))
+    script = tmp_path / "train.py"
+    script.write_text("import time\nclass Device: wait = staticmethod(time.sleep)\nDevice.wait(60)\n")
+    with subprocess.Popen([sys.executable, str(script)]) as child:
+        time.sleep(0.5)
+        answer = look_at_node([child.pid], [], 0.2, 3.0)
+        child.kill()
+    hangs.set()
+    assert answer["processes"][0]["threads"][0]["waits_inside"]
     assert "file system" in answer["notes"][0]

@@ -133,6 +133,17 @@ def test_unknown_last_run():
     assert kinds(replace(unknown, calls=())) == ["undecided"]
 
 
+@pytest.mark.parametrize("states", [("S", "S"), ("D", "D")])
+def test_unknown_last_run_outside_of_a_collective(states):
+    """Without a collective a worker may rest just in the moment of the look, so that it is a suspect."""
+    calls = (Call(task(actor_id(0)), "train", actor_id(0), "RUNNING", NOW - 200),)
+    driver = process(811, GET, refs=[ref(actor_id(0))], driver=True, title="python")
+    worker = process(1000, QUEUE, states=states, state=states[0], age=None)
+    (found,) = diagnose(look([actor(0)], [driver, worker], calls=calls))
+    assert (found.kind, found.blames, [one.pid for one in found.suspects]) == ("undecided", False, [1000])
+    assert (found.suspects[0].text, exit_status([found])) == ("does not move, and it is not known since when", 4)
+
+
 def test_spinning_rank():
     """A rank that spins outside of the collective may be stuck or work, so that it is a suspect and not blamed."""
     spins = {"ticks": 90, "switches": 40, "before": LOOP, "states": ("R", "R"), "age": 0.0}
@@ -355,9 +366,7 @@ def test_get_of_many():
     calls = tuple(Call(task(one.actor_id), "x", one.actor_id, "RUNNING", NOW - 99) for one in (a, b))
     snapshot = look([a, b], [driver, *(process(pid, stack) for pid, stack in at.items())], calls=calls)
     assert blamed(snapshot) == []
-    assert blamed(replace(snapshot, finished=frozenset([task(b.actor_id)]), calls=calls[:1])) == [
-        ("late", (), "likely")
-    ]
+    assert blamed(replace(snapshot, finished={task(b.actor_id): NOW}, calls=calls[:1])) == [("late", (), "likely")]
     # Without task events it is not known which of them is over.
     assert blamed(replace(snapshot, calls=())) == []
     fewer = replace(
@@ -407,6 +416,28 @@ def test_objects_that_cannot_be_read():
     driver = process(811, GET, driver=True)
     (found,) = diagnose(look([actor(0, "A")], [driver, process(1000, IDLE)]))
     assert (found.kind, found.blames, found.subject, exit_status([found])) == ("undecided", False, "driver", 4)
+
+
+@pytest.mark.parametrize("finished", [{}, {"f" * 16 + "a" * 24 + JOB: NOW - 70}])
+def test_objects_that_lead_to_no_process(finished):
+    """A driver in `ray.get` is no all-clear if the task of its object is over, or not listed, and nothing moves."""
+    lost = "f" * 16 + "a" * 24 + JOB + "01000000", False
+    driver = process(811, GET, refs=[lost], driver=True, switches=1, before=GET, age=0.5)
+    calls = (Call(task(actor_id(0)), "f", actor_id(0), "RUNNING", NOW - 90),)
+    hangs = look([actor(0)], [driver, process(1000, IDLE)], finished=finished)
+    (found,) = diagnose(hangs)
+    assert (found.kind, found.subject, exit_status([found])) == ("undecided", "1 process, the driver", 4)
+    assert "lead to no process" in found.text
+    moves = process(1000, LOOP, before=QUEUE, ticks=9, switches=3, age=0.0)
+    waits = process(811, GET, refs=[PROMISE], driver=True, switches=1, before=GET, age=0.5)
+    for goes_on in (
+        replace(hangs, actors=(replace(hangs.actors[0], created=NOW - 5),)),
+        replace(hangs, finished={**finished, task(actor_id(0)): NOW - 5}),
+        replace(hangs, calls=calls),
+        replace(hangs, processes=(driver, moves)),
+        replace(hangs, processes=(waits, hangs.processes[1]), reservations=(replace(BIG, requested=NOW - 5),)),
+    ):
+        assert exit_status(diagnose(goes_on)) == 0
 
 
 def test_unread_bystanders():

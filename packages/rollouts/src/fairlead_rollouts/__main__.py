@@ -20,10 +20,12 @@ def describe(path: Path) -> str:
     saved = read_snapshot(path)
     samples = [sample for group in saved.groups for sample in group[4]]
     moment = "after the last change" if saved.step is None else f"of step {saved.step}"
+    following, first_open = len(saved.fates), saved.fates.find(FATES["open"])
+    bound = following if first_open < 0 else first_open
     parts = [
         f"Snapshot {moment} at version {saved.version}",
         draw_bars("groups", {name: saved.fates.count(fate) for name, fate in FATES.items()}),
-        f"The next prompt is {len(saved.fates)}. Every prompt below {saved.fates.find(0)} is applied or dropped.",
+        f"The next prompt is {following}. Every prompt below {bound} is applied or dropped.",
         f"{len(samples)} durable samples of open groups are listed.",
     ]
     if saved.step is None:

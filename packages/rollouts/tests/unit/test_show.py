@@ -38,6 +38,17 @@ def test_show(finish, tmp_path, capsys):
     assert "6 durable samples of open groups are listed." in printed
 
 
+def test_snapshot_without_an_open_prompt(finish, tmp_path, capsys):
+    """If every prompt is applied or dropped, the next prompt is the bound."""
+    config = LedgerConfig(group_size=2, groups_per_version=2, max_staleness=1)
+    ledger = Ledger(config, IndexStream(100, seed=0))
+    finish(ledger, ledger.lease(2))
+    ledger.drop([0, 1], reason="tested")
+    ledger.prepare(0, tmp_path)
+    assert main(["show", str(tmp_path)]) == 0
+    assert "The next prompt is 2. Every prompt below 2 is applied or dropped." in capsys.readouterr().out
+
+
 def test_a_missing_snapshot(tmp_path):
     """The command line names what it cannot read."""
     command = [sys.executable, "-m", "fairlead_rollouts", "show", str(tmp_path / "missing")]

@@ -45,18 +45,25 @@ def _allow(entries: Iterable[bytes]) -> dict[str, str]:
 def _read_current(pid: int) -> list[bytes]:
     with open(f"/proc/{pid}/mem", "rb", 0) as file:
         memory, entries = file.fileno(), list[bytes]()
-        (array,) = struct.unpack("<Q", os.pread(memory, 8, _find_environ(pid)))
+        (array,) = struct.unpack("<Q", _read(memory, 8, _find_environ(pid)))
         for offset in range(0, MOST_VARIABLES * 8, 512):
-            for (address,) in struct.iter_unpack("<Q", os.pread(memory, 512, array + offset)):
+            for (address,) in struct.iter_unpack("<Q", _read(memory, 512, array + offset)):
                 if not address:
                     return entries
                 text = b""
                 while len(text) < MOST_BYTES and b"\0" not in text:
                     at = address + len(text)
                     # Up to the end of the page: the next one may not be there.
-                    text += os.pread(memory, min(256, 4096 - at % 4096), at)
+                    text += _read(memory, min(256, 4096 - at % 4096), at)
                 entries.append(text.partition(b"\0")[0])
     return entries
+
+
+def _read(memory: int, size: int, address: int) -> bytes:
+    """Return memory of a process; raise OSError if it has ended, when the kernel returns nothing."""
+    if not (content := os.pread(memory, size, address)):
+        raise OSError("the process has ended")
+    return content
 
 
 def _find_environ(pid: int) -> int:

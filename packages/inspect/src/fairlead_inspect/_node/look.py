@@ -41,7 +41,7 @@ WAITS_INSIDE = re.compile(
 )
 # What `look` needs of a process, and does not return.
 _OWN = ("started", "at", "counters")
-_LATE_FILES = "a file system does not answer: a wait for a device may be called code of the job"
+_LATE_FILES = "a file system does not answer: records may be missing, and a wait for a device called code of the job"
 _NO_CLOCK = "the kernel does not say when a thread ran last (/proc/PID/sched is missing)"
 
 
@@ -161,12 +161,12 @@ def _look_into(child: int, program: str, until: float) -> dict[str, Any]:
 
 
 def _read_files(rows: Sequence[dict[str, Any]], lines: dict[tuple[str, int], str], notes: list[str]) -> None:
-    """Read the records of collectives, and the line at which each thread stands, which stays on the node."""
+    """Read the line at which each thread stands, which stays on the node, and the records of collectives."""
+    for file, _, line in {thread["stack"][0] for row in rows for thread in row["threads"]}:
+        lines[file, line] = linecache.getline(file, line)
     for row in rows:
         row["records"], note = read_dump(row["pid"], row["started"], row["environ"])
         notes += [note] if note else []
-    for file, _, line in {thread["stack"][0] for row in rows for thread in row["threads"]}:
-        lines[file, line] = linecache.getline(file, line)
 
 
 def _read_ages(rows: Sequence[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+from .processes import map_threads
 from .references import read_references
 
 MOST_FRAMES = 64
@@ -60,13 +61,14 @@ def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[s
 
 
 def _read_threads(pid: int, threads: Any, offset: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+    rows, numbers = list[dict[str, Any]](), map_threads(pid)
     for thread in threads:
         if not (frames := thread["frames"]):
             continue
+        tid, name = thread.get("os_thread_id") or pid, thread.get("thread_name") or ""
         shown = frames if len(frames) <= MOST_FRAMES else [*frames[: MOST_FRAMES - 1], frames[-1]]
         stack = tuple((frame["filename"], frame["name"], frame["line"]) for frame in shown)
-        row = {"tid": thread.get("os_thread_id") or pid, "name": thread.get("thread_name") or "", "stack": stack}
+        row = {"tid": numbers.get(tid, tid), "name": name, "stack": stack}
         row["references"], row["unread"] = read_references(pid, frames, offset)
         rows.append(row)
     return rows

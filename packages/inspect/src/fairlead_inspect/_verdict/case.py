@@ -35,12 +35,12 @@ class Case:
         began = self.graph.began.get(key)
         return None if began is None else self.snapshot.looked_at - began
 
-    def age(self, key: str) -> tuple[float | None, str]:
+    def age(self, key: str, *, by_call: bool = True) -> tuple[float | None, str]:
         """Return for how long a process has stood where it stands, and what says so; None if that is not known.
 
         A thread that rests says it itself, and a child that it waits for more. One that polls has waited since its call
-        began, as one that rests where the kernel does not say when it ran. One that spins has no age, since a long
-        computation looks the same.
+        began, as may one that rests, if the kernel does not say when it ran: `by_call` takes that for it. One that
+        spins has no age, since a long computation looks the same.
         """
         at = self.at(key)
         if (held := self.holding_child(key)) is not None and held[0].since_s is not None:
@@ -48,7 +48,8 @@ class Case:
         rests = at.motion in ("still", "disk", "stopped")
         if rests and at.since_s is not None:
             return at.since_s, RAN
-        return (self.call_age(key), CALLED) if rests or at.motion == "waking" else (None, "")
+        calls = at.motion == "waking" or (rests and by_call)
+        return (self.call_age(key), CALLED) if calls else (None, "")
 
     def sleeps(self, key: str) -> bool:
         """Return whether a process sleeps, waits for a person, or has traffic where it stands: it waits on purpose."""
@@ -84,6 +85,13 @@ class Case:
             if graph.waiters.isdisjoint([f"task:{key}", call.actor_id])
         )
         return any(works) or any(runs)
+
+    def quiet_s(self) -> float:
+        """Return for how many seconds nothing of the job has begun or ended, as far as Ray lists it."""
+        times = [call.began for call in self.graph.tasks.values()]
+        times += [actor.created for actor in self.graph.actors.values()]
+        times += [ended for key, ended in self.snapshot.finished.items() if key.endswith(self.graph.job.job_id)]
+        return self.snapshot.looked_at - max(times, default=0.0)
 
     def upstream(self, keys: Iterable[str]) -> set[str]:
         """Return all processes that wait for some, directly or not, without those themselves."""
@@ -142,17 +150,15 @@ class Case:
         since_s = self.age(key)[0]
         since_s = self.call_age(key) if since_s is None else since_s
         place, text = _show_place(self.at(key)), text + self.describe_place(key)
-        return Suspect(self.name(key), self.pid(key), self.address(key), place, since_s, text)
+        node, pid = self.find_process(key)
+        return Suspect(self.name(key), pid, node, place, since_s, text)
 
-    def pid(self, key: str) -> int:
-        """Return the process id of a process; 0 if it has none."""
+    def find_process(self, key: str) -> tuple[str, int]:
+        """Return the address of the node of a process, and its process id; "" and 0 if it has none."""
         known = self.graph.processes.get(key) or self.graph.actors.get(key) or self.graph.tasks.get(key[5:])
-        return known.pid if known is not None else 0
-
-    def address(self, key: str) -> str:
-        """Return the address of the node of a process."""
-        process = self.graph.processes.get(key)
-        return next((node.address for node in self.snapshot.nodes if process and node.node_id == process.node_id), "")
+        if known is None:
+            return "", 0
+        return next((node.address for node in self.snapshot.nodes if node.node_id == known.node_id), ""), known.pid
 
     def blame(
         self, kind: Kind, keys: Sequence[str], text: str, wait: Wait | None, since: tuple[float | None, str],
@@ -188,6 +194,7 @@ class Case:
         ranks = sorted(member.rank for _, member in members if member.rank is not None)[:_MOST_NAMED]
         sure = [workers.confidence for workers, member in members if member.rank is not None]
         actors = [graph.actors[key] for key in keys[:_MOST_NAMED] if key in graph.actors]
+        node, pid = self.find_process(first)
         fields: dict[str, Any] = {
             "text": text,
             "worker_set": workers.name if workers is not None else members[0][0].name if members else "",
@@ -196,15 +203,14 @@ class Case:
             "ordinals": () if ranks else tuple(sorted(member.ordinal for _, member in members))[:_MOST_NAMED],
             "actors": tuple(Named(actor.actor_id, actor.class_name, actor.name) for actor in actors),
             "task": task.name if task is not None else "",
-            "pid": self.pid(first),
-            "node": self.address(first),
+            "pid": pid,
+            "node": node,
             "where": _show_place(self.at(first)),
         }
         if wait is not None and first not in wait.waiters:
             everybody = self.upstream(keys) | {*wait.waiters}
-            waiters = sorted(everybody - {self.graph.driver}) or sorted(
-                everybody
-            )  # the driver counts only if nobody else waits
+            # The driver counts only if nobody else waits.
+            waiters = sorted(everybody - {self.graph.driver}) or sorted(everybody)
             members = [pair for key in waiters if (pair := graph.members.get(key))]
             ranks = sorted(member.rank for _, member in members if member.rank is not None)
             ordinals = sorted(member.ordinal for _, member in members if member.rank is None)

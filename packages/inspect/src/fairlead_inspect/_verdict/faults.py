@@ -274,7 +274,7 @@ def unique(found: Sequence[Finding]) -> list[Finding]:
     best: dict[object, Finding] = {}
     for finding in found:
         key: object = tuple(sorted(actor.id for actor in finding.actors))
-        key = key or ((finding.kind, finding.pid) if finding.pid else (finding.text, finding.worker_set))
+        key = key or ((finding.kind, finding.node, finding.pid) if finding.pid else (finding.text, finding.worker_set))
         before = best.get(key)
         # A collective says more than the `ray.get` that leads to it.
         if before is None or (finding.blames, finding.waiting.count) > (before.blames, before.waiting.count):

@@ -119,9 +119,10 @@ def _judge(case: Case) -> list[Finding]:
     ]  # fmt: skip
     # Who waits for one of these is explained.
     explained = held_up | {actor.id for finding in found for actor in finding.actors if finding.blames}
-    tasks = {(finding.task, finding.pid) for finding in found if finding.blames and finding.task}
-    explained |= {f"task:{key}" for key, task in case.graph.tasks.items() if (task.name, task.pid) in tasks}
-    if any(finding.kind == "stopped" and not finding.actors for finding in found):
+    tasks = {(finding.task, finding.node, finding.pid) for finding in found if finding.blames and finding.task}
+    keys = {f"task:{key}": task.name for key, task in case.graph.tasks.items()} if tasks else {}
+    explained |= {key for key, name in keys.items() if (name, *case.find_process(key)) in tasks}
+    if any(finding.kind == "stopped" and not (finding.actors or finding.task) for finding in found):
         explained.add(case.graph.driver)
     for workers in case.graph.worker_sets:
         members = {member.key for member in workers.members}
@@ -147,9 +148,9 @@ def _judge(case: Case) -> list[Finding]:
         standing = [key for key in _standing(case) if key not in explained and not (works and key == case.graph.driver)]
         suspects = dict.fromkeys(standing, "its call has not moved") | suspects
         # What is at the end of one wait may be on the way of another.
-        pids = {case.graph.processes[key].pid for key in suspects if key in case.graph.processes}
-        found = [finding for finding in found if finding.kind != "working" or finding.pid not in pids]
-        found += [*_list_suspects(case, suspects, found), *_find_unread(case, suspects)]
+        places = {case.find_process(key) for key in suspects if key in case.graph.processes}
+        found = [one for one in found if one.kind != "working" or (one.node, one.pid) not in places]
+        found += [*_list_suspects(case, suspects, found), *_find_unread(case, {*suspects, *explained})]
     return sorted(found, key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
 
 
@@ -238,7 +239,8 @@ def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) ->
 def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
     """Return the facts about the processes at the end of a wait."""
     at, collective = [case.at(key) for key in keys], wait.kind == "collective"
-    ages = [case.age(key)[0] for key in keys]
+    # Others wait in a collective for as long as this one stands; outside, it may rest just in the moment of the look.
+    ages = [case.age(key, by_call=collective)[0] for key in keys]
     age = min(known for known in ages if known is not None) if None not in ages else None
     waited = case.waited(wait) if collective else None
     if collective and waited is None and all(case.at(key).motion == "spinning" for key in wait.waiters):
@@ -377,11 +379,12 @@ def _find_callers(case: Case) -> list[str]:
 def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding]) -> list[Finding]:
     """Return one finding that lists the processes of which any may be the cause, those that stand for longest first."""
     spoken = [finding for finding in found if finding.kind != "working"]
-    said = {pid for one in spoken for pid in (one.pid, *(suspect.pid for suspect in one.suspects)) if pid}
+    said = {(finding.node, finding.pid) for finding in spoken}
+    said |= {(one.node, one.pid) for finding in spoken for one in finding.suspects}
     order = {"user": 0, "library": 1}
     rated = [(order.get(case.at(key).kind, 2), case.suspect(key, text)) for key, text in suspects.items()]
     rated.sort(key=lambda pair: (pair[0], -(pair[1].since_s or 0.0), pair[1].pid))
-    listed = [one for _, one in rated if one.pid not in said or not one.pid]
+    listed = [one for _, one in rated if (one.node, one.pid) not in said or not one.pid]
     if not listed:
         return []
     alone = len(listed) == 1
@@ -392,23 +395,25 @@ def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding
     return [case.say("undecided", [*suspects], text, waits[0] if waits else None, **more)]
 
 
-def _find_unread(case: Case, suspects: Collection[str]) -> list[Finding]:
-    """Name the processes whose waits are not known, and of which no finding speaks: any of them may hang."""
+def _find_unread(case: Case, named: Collection[str]) -> list[Finding]:
+    """Name the processes whose waits are not known, except for some that other findings name: any of them may hang."""
     graph, found = case.graph, list[Finding]()
-    left = sorted(graph.processes.keys() - {*suspects}, key=lambda key: (key != case.graph.driver, key))
+    left = sorted(graph.processes.keys() - {*named}, key=lambda key: (key != case.graph.driver, key))
     known = {key for wait in graph.waits for key in wait.waiters}
     gets = [key for key in left if case.at(key).kind == "ray-get" and key not in known]
+    blind = [key for key in gets if not any(thread.references for thread in graph.processes[key].threads)]
+    # Such objects may be there in a moment, as long as something of the job goes on.
+    rests = case.quiet_s() >= case.after_s and not case.moving() and not graph.began.keys() - graph.waiters - {*named}
     why = {
         "cannot be read, so any of them may hang": [key for key in left if case.at(key).kind == "unread"],
-        "in ray.get for objects whose ids cannot be read, so it is not known what for": [
-            key for key in gets if not any(thread.references for thread in graph.processes[key].threads)
+        "in ray.get for objects whose ids cannot be read, so it is not known what for": blind,
+        "in ray.get for objects that lead to no process: their tasks are over, or Ray does not list what makes them": [
+            key for key in gets if rests and key not in blind
         ],
     }
     for text, keys in why.items():
         if keys:
-            driver = (
-                "" if keys[0] != case.graph.driver else ", the driver" if len(keys) == 1 else ", the driver among them"
-            )
+            driver = f", the driver{' among them' * (len(keys) > 1)}" if keys[0] == graph.driver else ""
             subject = f"{len(keys)} process{'es' * (len(keys) > 1)}{driver}"
             notes = {graph.processes[key].note: None for key in keys if graph.processes[key].note}
             facts = tuple(Evidence("probe", note) for note in notes)
