@@ -24,8 +24,9 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup
 
 FOLDER = Path(__file__).parent / "pictures"
-# Where the packages are installed on this machine, and where they would be.
+# Where the packages and this program are on this machine, and where they would be.
 INSTALLED = {
+    str(Path(__file__).parent): "/home/me",
     sys.executable: "python",
     str(Path(fairlead_workergroup.__file__).parent): "/env/lib/python3.11/site-packages/fairlead_workergroup",
     str(Path(ray.__file__).parent): "/env/lib/python3.11/site-packages/ray",
