@@ -88,7 +88,7 @@ def draw_hung_job(example: str, name: str) -> None:
 
 
 def draw_group() -> None:
-    """Draw what the commands print about a group of Fairlead, of which one worker hangs."""
+    """Draw what `why` prints about a group of Fairlead, of which one worker hangs."""
     made: dict[str, type] = {}
     exec(compile(TRAINER, "/home/me/train.py", "exec"), made)
     init_ray(address="local", num_cpus=8)
@@ -104,9 +104,8 @@ def draw_group() -> None:
         call = group.call("train", 17)
         time.sleep(12)
         address = ray.get_runtime_context().gcs_address
-        for name, *options in (("ps",), ("why", "--after", "10"), ("stacks",)):
-            command = [sys.executable, "-m", "fairlead_inspect", name, *options, "--timeout", "60"]
-            save(name, Text.from_ansi(read_terminal(command, 140, RAY_ADDRESS=address).strip()), 140)
+        command = [sys.executable, "-m", "fairlead_inspect", "why", "--after", "10", "--timeout", "60"]
+        save("why", Text.from_ansi(read_terminal(command, 140, RAY_ADDRESS=address).strip()), 140)
         call.cancel(force=True)
         os.close(os.open(pipe, os.O_RDWR))  # for which the hang waits
     ray.shutdown()
