@@ -10,9 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fairlead_placement import Node, ResourceHolder
+from fairlead_placement import Node, ResourceHolder, extension
 
-from ._placement import extension
 from ._slices import TOPOLOGY, TYPE, SliceInfo, assess_slices
 from ._types import canonical_name, tpu_type
 

@@ -10,9 +10,10 @@ from typing import Any, Self
 
 import ray
 
+from fairlead_placement import extension
+
 from . import _host
 from ._config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
-from ._placement import extension
 from ._pool import ClosesOnExit, SlicePool, arrange
 from ._ray_private import unwrap_remote
 from ._slices import SliceInfo, find_type

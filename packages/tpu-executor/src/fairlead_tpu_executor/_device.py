@@ -8,10 +8,9 @@ from typing import Any, Never, Protocol, overload
 
 import ray
 
-from fairlead_placement import ResourceInsufficientError
+from fairlead_placement import ResourceInsufficientError, extension
 
 from ._config import AcceleratorConfigType
-from ._placement import extension
 from ._pool import ClosesOnExit, SlicePool, arrange
 from ._ray_private import unwrap_remote
 from ._work import Class, Function, check_method, inspect_work

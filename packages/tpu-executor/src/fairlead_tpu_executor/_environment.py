@@ -9,11 +9,10 @@ from dataclasses import replace
 
 from ray.util.tpu import get_tpu_coordinator_env_vars
 
-from fairlead_placement import Slot
+from fairlead_placement import Slot, extension
 
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._leases import Held
-from ._placement import extension
 
 ENV_CALL_INDEX: str = "EXECUTOR_CALL_INDEX"
 ENV_CALL_SLICE: str = "EXECUTOR_CALL_SLICE"

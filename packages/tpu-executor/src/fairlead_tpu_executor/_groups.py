@@ -30,8 +30,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.tpu import SlicePlacementGroup
 
+from fairlead_placement import extension
+
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
-from ._placement import extension
 from ._ray_private import usual_topology
 from ._slices import SLICE_NAME, WORKER_ID, SliceInfo
 

@@ -7,9 +7,7 @@ from typing import TypeVar
 
 import ray
 
-from fairlead_placement import HeadTimeoutError
-
-from ._placement import extension
+from fairlead_placement import HeadTimeoutError, extension
 
 _T = TypeVar("_T")
 # Seconds of silence of the head after which `HeadTimeoutError` ends a run or a call.

@@ -11,11 +11,18 @@ from functools import cached_property
 
 from ray.util.placement_group import PlacementGroup
 
-from fairlead_placement import PlacementError, PortLease, PortUnavailableError, Slot, lease_ports, release_ports
+from fairlead_placement import (
+    PlacementError,
+    PortLease,
+    PortUnavailableError,
+    Slot,
+    extension,
+    lease_ports,
+    release_ports,
+)
 
 from . import _groups
 from ._config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
-from ._placement import extension
 from ._slices import SliceInfo
 
 logger = logging.getLogger(__name__)

@@ -13,14 +13,13 @@ from typing import Any, Self
 import ray
 from ray.runtime_env import RuntimeEnv
 
-from fairlead_placement import Slot
+from fairlead_placement import Slot, extension
 
 from ._attempt import RunScope, Target, cancel_task, make_targets, run_once, start_actor, submit
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._environment import make_slots
 from ._head import NodeWatch, ask
 from ._leases import Held
-from ._placement import extension
 from ._reservation import Reservation
 from ._retry import retry
 from ._slices import SliceInfo

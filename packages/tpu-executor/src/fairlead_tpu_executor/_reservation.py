@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from fairlead_placement import HeadTimeoutError, PlacementError, PortUnavailableError
+from fairlead_placement import HeadTimeoutError, PlacementError, PortUnavailableError, extension
 
 from ._config import AcceleratorConfigType
 from ._groups import Demand
 from ._leases import Held, Lease, find_lost, give_back, lease_megascale, megascale_port, release, take
-from ._placement import extension
 from ._slices import SliceInfo
 from .exceptions import InsufficientSlicesError, TpuExecutorError
 

@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fairlead_placement import Node
+from fairlead_placement import Node, extension
 
-from ._placement import extension
 from ._types import GENERATIONS, TpuType, canonical_name
 
 SLICE_NAME = "ray.io/tpu-slice-name"

@@ -7,7 +7,7 @@ The exceptions of a user's function are raised as they are. If Ray's head does n
 
 from dataclasses import dataclass
 
-from ._placement import extension
+from fairlead_placement import extension
 
 
 class TpuExecutorError(extension.ErrorWithFields, RuntimeError):

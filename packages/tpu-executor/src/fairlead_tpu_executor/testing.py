@@ -10,7 +10,8 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from ._placement import extension
+from fairlead_placement import extension
+
 from ._pool import ClosesOnExit
 from ._ray_private import no_announcement
 
