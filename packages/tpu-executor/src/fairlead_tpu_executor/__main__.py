@@ -12,8 +12,7 @@ from rich.text import Text
 
 from fairlead_placement import Node, ResourceHolder, extension
 
-from ._slices import TOPOLOGY, TYPE, SliceInfo, assess_slices
-from ._types import canonical_name, tpu_type
+from ._slices import TOPOLOGY, TYPE, SliceInfo, assess_slices, canonical_name, tpu_type
 
 _EPILOG = """\
 exit status:

@@ -1,15 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices that are held, and the ports of their coordinators."""
+"""Placement groups of slices, and the request for missing slices. The only module that knows how Ray reserves slices.
 
-import itertools
+One group holds a slice: bundle i is pinned to the node of TPU worker i, and the bundle of worker 0 has the slice's head
+resource, by which Ray's own `SlicePlacementGroup` also takes slices. Ray places the whole group or nothing of it.
+
+- **A slice is lost.** Ray parks the group, and looks for no other nodes. The pool sees it as a loss (`is_intact`),
+  removes the group, and takes another slice.
+- **Two jobs want the same slices.** Both choose free slices in the order of their names, so the job that gets the first
+  one gets the others too. The groups of the other job find no room: all of them are removed, and the job waits until as
+  many slices as it needs are free. While it waits it takes nothing, so no two jobs wait for each other's slices.
+- **An autoscaler is to bring a slice.** While slices are missing, and only if an autoscaler is there, `Demand` requests
+  one group with the bundle of worker 0 of every slice that the pool does not hold, even of free ones. Ray cannot place
+  a part of it, so it takes none of the free ones, and an autoscaler sees how many are missing beside them. The head
+  resource makes it add whole slices. Once Ray has placed the group, all slices have come: the group is removed,
+  and they are taken like any others. A `SlicePlacementGroup` would hold the free slices during the wait.
+"""
+
+import functools
 import logging
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
 from fairlead_placement import (
     PlacementError,
@@ -21,7 +37,6 @@ from fairlead_placement import (
     release_ports,
 )
 
-from . import _groups
 from ._config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
 from ._slices import SliceInfo
 
@@ -29,7 +44,9 @@ logger = logging.getLogger(__name__)
 _RELEASE_S = 10.0
 # The kernel keeps a port busy for 60 s after a server on it has closed a connection (TIME_WAIT).
 _CLOSED_S = 62.0
-_CONNECT_S = 1.0
+_RETURN_S = 15.0
+# The other hosts of a slice join later than worker 0, so a request that was met is repeated only after this time.
+_REPEAT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -39,32 +56,16 @@ class Lease:
     slice: SliceInfo
     group: PlacementGroup
     port: PortLease  # of the coordinator of the slice, on worker 0
+    megascale: PortLease | None = None  # of the coordinator of several slices, on worker 0 of the first slice
 
 
-@dataclass(frozen=True)
-class Held:
-    """The slices of a pool and their ports at one time. A change makes a new value."""
-
-    leases: tuple[Lease, ...] = ()
-    megascale: PortLease | None = None  # of the coordinator of several slices
-
-    @property
-    def slices(self) -> tuple[SliceInfo, ...]:
-        return tuple(lease.slice for lease in self.leases)
-
-    @cached_property
-    def slots(self) -> tuple[Slot, ...]:
-        """Every host, in the order of slices and TPU worker ids, without the ranks that `number_slots` gives."""
-        return tuple(
-            _make_slot(lease.slice, lease.group, number, worker)
-            for number, lease in enumerate(self.leases)
-            for worker in range(lease.slice.num_hosts)
-        )
-
-    @cached_property
-    def first_hosts(self) -> tuple[int, ...]:
-        """The number of hosts before each slice, and at the end the number of all hosts."""
-        return tuple(itertools.accumulate((place.num_hosts for place in self.slices), initial=0))
+def make_slots(leases: Sequence[Lease]) -> list[Slot]:
+    """Return every host, in the order of slices and TPU worker ids, without the ranks that `number_slots` gives."""
+    return [
+        _make_slot(lease.slice, lease.group, number, worker)
+        for number, lease in enumerate(leases)
+        for worker in range(lease.slice.num_hosts)
+    ]
 
 
 def _make_slot(place: SliceInfo, group: PlacementGroup, number: int = 0, worker: int = 0) -> Slot:
@@ -79,29 +80,41 @@ def _make_slot(place: SliceInfo, group: PlacementGroup, number: int = 0, worker:
     )
 
 
+def hold(config: AcceleratorConfigType, slices: Sequence[SliceInfo]) -> tuple[PlacementGroup, ...] | None:
+    """Hold all of these slices, each by a placement group, or none: then return None, with nothing left behind."""
+    with extension.head_deadline():
+        return extension.place_pinned(
+            {
+                f"fairlead-{place.slice_name}": [
+                    (node_id, config.bundle(place, worker)) for worker, node_id in enumerate(place.node_ids)
+                ]
+                for place in slices
+            }
+        )
+
+
 def take(config: AcceleratorConfigType, chosen: Sequence[SliceInfo]) -> list[Lease] | None:
     """Take all of these slices, with ports; return None, and take none, if somebody else was faster.
 
     Raises:
         PlacementError: the ports could not be leased, in most cases because a host is lost. Nothing is taken then.
     """
-    groups = _groups.hold(config, chosen)
-    if groups is None:
+    if (groups := hold(config, chosen)) is None:
         return None
     try:
         ports = lease_ports([*map(_make_slot, chosen, groups)])
     except BaseException:
-        _groups.remove(groups)
+        remove(groups)
         raise
     return [Lease(place, group, port) for place, group, (port,) in zip(chosen, groups, ports, strict=True)]
 
 
-def give_back(leases: Sequence[Lease], megascale: PortLease | None = None) -> bool:
+def give_back(leases: Sequence[Lease]) -> bool:
     """Return slices and ports, and wait until Ray has the resources of the slices; False if that took too long."""
     try:
-        release(*(lease.port for lease in leases), megascale)
+        release(*(port for lease in leases for port in (lease.port, lease.megascale)))
     finally:
-        returned = _groups.remove([lease.group for lease in leases])
+        returned = remove([lease.group for lease in leases])
     return returned
 
 
@@ -112,14 +125,46 @@ def release(*ports: PortLease | None) -> None:
         logger.debug("Ports were not released in time: %s", error)
 
 
-def find_lost(leases: Sequence[Lease], dead: Collection[str]) -> list[Lease]:
-    """Return the leases with a host that is dead, draining or replaced, and those that Ray has removed."""
-    present = {node.node_id for node in extension.read_nodes(with_free=False)}.difference(dead)
-    return [
-        lease
-        for lease in leases
-        if not present.issuperset(lease.slice.node_ids) or not _groups.is_intact(lease.group, lease.slice)
-    ]
+def remove(groups: Sequence[PlacementGroup]) -> bool:
+    """Remove placement groups, and return whether Ray had their resources back in time."""
+    return extension.remove_placement_groups(groups, timeout_s=_RETURN_S)
+
+
+def is_intact(group: PlacementGroup) -> bool:
+    """Return whether a group is placed on all its nodes, as far as Ray knows; HeadTimeoutError like all requests."""
+    row: dict[str, Any] = extension.ask_head("look at a placement group", placement_group_table, group) or {}
+    return row.get("state") == "CREATED"
+
+
+class Demand:
+    """The request for missing slices, or for room for workers, that an autoscaler sees."""
+
+    def __init__(self, config: AcceleratorConfigType) -> None:
+        self._config = config
+        self._groups: list[PlacementGroup] = []
+        self._next_at = 0.0
+
+    def update(self, count: int) -> None:
+        """Request `count` slices, if there is an autoscaler, or withdraw the request if it is met."""
+        with extension.head_deadline():
+            if self._groups:
+                if is_intact(self._groups[0]):
+                    self.withdraw()
+                    self._next_at = time.monotonic() + _REPEAT_S
+            elif time.monotonic() >= self._next_at and extension.ask_head(
+                "look for an autoscaler", extension.autoscaler_is_there
+            ):
+                config = self._config
+                count *= 1 if isinstance(config, TpuAcceleratorConfig) else config.worker_count
+                bundles, name = [config.bundle(None, worker=0)] * count, f"fairlead-wanted-{uuid.uuid4().hex[:8]}"
+                create = functools.partial(placement_group, bundles, name=name)
+                self._groups = [extension.ask_head("request slices", create, undo=lambda group: remove([group]))]
+
+    def withdraw(self) -> None:
+        """Request nothing any more. Can be repeated."""
+        groups, self._groups = self._groups, []
+        with extension.head_deadline():
+            remove(groups)
 
 
 def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> int:
@@ -135,8 +180,8 @@ def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> 
 def lease_megascale(lease: Lease, port: int, check_open: Callable[[], None]) -> PortLease:
     """Lease the port of the coordinator of several slices on worker 0 of a slice.
 
-    If no process listens on the port, its last server may have closed connections, and the kernel frees the port within
-    a minute. This waits for that.
+    If no process listens on the port, its last server may have closed connections. This waits until the kernel has
+    freed the port.
     """
     until = time.monotonic() + _CLOSED_S
     while True:
@@ -145,13 +190,10 @@ def lease_megascale(lease: Lease, port: int, check_open: Callable[[], None]) -> 
             return lease_ports([_make_slot(lease.slice, lease.group)], low=port, high=port)[0][0]
         except PortUnavailableError as error:
             address = lease.slice.ip_address
-            is_served = bool(error.leased) or _is_served(address, port)
-            if is_served or time.monotonic() >= until:
-                waited = "" if is_served else f", for {_CLOSED_S:g} s, although no process listens there"
+            if error.leased or _is_served(address, port) or time.monotonic() >= until:
                 error.add_note(
-                    f"The coordinator of several slices needs port {port} on {address}, which was taken{waited}. Find "
-                    f"its user there (ss -tanp 'sport = :{port}') and end it, or choose another port (megascale_port, "
-                    "COORD_PORT)."
+                    f"The coordinator of several slices needs port {port} on {address}. Find its user there "
+                    f"(ss -tanp 'sport = :{port}') and end it, or choose another port (megascale_port, COORD_PORT)."
                 )
                 raise
         time.sleep(1.0)
@@ -159,7 +201,7 @@ def lease_megascale(lease: Lease, port: int, check_open: Callable[[], None]) -> 
 
 def _is_served(address: str, port: int) -> bool:
     try:
-        with socket.create_connection((address, port), timeout=_CONNECT_S):
+        with socket.create_connection((address, port), timeout=1.0):
             return True
     except OSError:
         return False

@@ -5,25 +5,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from fairlead_placement import HeadTimeoutError, PlacementError, PortUnavailableError, extension
 
 from ._config import AcceleratorConfigType
-from ._groups import Demand
-from ._leases import Held, Lease, find_lost, give_back, lease_megascale, megascale_port, release, take
+from ._leases import Demand, Lease, give_back, is_intact, lease_megascale, megascale_port, release, take
 from ._slices import SliceInfo
 from .exceptions import InsufficientSlicesError, TpuExecutorError
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _POLL_S = (0.05, 1.0)
 # Seconds after the timeout in which another driver may still take a free slice first.
 _RACES_S = 5.0
-# A request that Ray's head does not answer may hold the lock of a reservation.
-_CLOSE_S = 60.0
 
 
 class Reservation:
@@ -31,60 +26,51 @@ class Reservation:
 
     Attributes:
         sizes: the allowed numbers of slices, ascending.
-        taken: how many slices were taken so far, including replacements.
-        epoch: how often the reservation was closed. What began in an earlier epoch ends with an error.
-        held: the leases of the slices and ports, as one value.
+        is_open: False after the pool was closed, until its next use begins.
+        leases: the slices that are held, with their ports. A change makes a new value.
         dead: nodes that a task has reported dead, perhaps long before Ray's head does; they are not used any more.
-        doubtful: nodes whose accelerators did not start twice in a row. Slices without them are preferred.
+        doubtful: nodes that failed to start something. Slices without them are preferred.
     """
 
     def __init__(self, config: AcceleratorConfigType) -> None:
         self.config = config
         self.sizes: Sequence[int] = config.sizes
-        self.taken = self.epoch = 0
-        self.held = Held()
+        self.is_open = True
+        self.leases: tuple[Lease, ...] = ()
         self.dead: set[str] = set()
         self.doubtful: set[str] = set()
-        # Whoever takes or returns slices or ports has it until `held` shows that.
+        # Whoever takes or returns slices or ports has it until `leases` shows that.
         self._lock = threading.RLock()
 
-    def ensure(self, epoch: int) -> Held:
+    def ensure(self) -> tuple[Lease, ...]:
         """Hold healthy slices, keep those that are held, and replace lost ones; after an error nothing is held."""
         with self._lock:
-            before = self.held.leases
             try:
-                self._check_open(epoch)
                 # First, because it may be refused, and slices may come after hours.
-                port = megascale_port(self.config, os.environ) if self.sizes[-1] > 1 else None
-                lost = 0
-                for is_last in (False, False, True):
-                    lost += self._give_back_lost()
-                    if len(self.held.leases) != self.sizes[-1]:
-                        self._scale(lost, epoch)
-                    if self._hold_megascale(port, epoch, is_last=is_last):
-                        break
-                self._check_open(epoch)  # A signal handler may have closed the pool.
+                port = megascale_port(self.config, os.environ) if self.sizes[-1] > 1 else 0
+                lost = self._give_back_lost()
+                if len(self.leases) != self.sizes[-1]:
+                    self._scale(lost, port)
+                self.check_open()  # A signal handler may have closed the pool.
             except BaseException as error:
                 self.give_back(1.0 if isinstance(error, HeadTimeoutError) else None)
                 raise
-            self.taken += sum(lease not in before for lease in self.held.leases)
-            return self.held
+            return self.leases
 
-    def start(self, epoch: int, start: Callable[[], _T]) -> _T:
-        """Start something on what is held. Ray would never end a task that comes after the end of its group."""
-        with self._lock:
-            self._check_open(epoch)
-            return start()
-
-    def _check_open(self, epoch: int) -> None:
-        if self.epoch != epoch:
+    def check_open(self) -> None:
+        """Raise a TpuExecutorError if the pool was closed since its current use began."""
+        if not self.is_open:
             raise TpuExecutorError("The pool was closed while it was in use. Use a pool that stays open.")
 
     def _give_back_lost(self) -> int:
         """Give back slices that are lost, and doubtful ones for which there are others; return their number."""
-        held = self.held.leases
+        if not (held := self.leases):
+            return 0
         with extension.head_deadline():
-            lost = find_lost(held, self.dead) if held else []
+            present = {node.node_id for node in extension.read_nodes(with_free=False)} - self.dead
+            lost = [
+                lease for lease in held if not present.issuperset(lease.slice.node_ids) or not is_intact(lease.group)
+            ]
         if doubtful := [lease for lease in held if lease not in lost and self._is_doubtful(lease.slice)]:
             others = [place for place in self._survey()[0] if not self._is_doubtful(place)]
             lost += doubtful[: len(others)]
@@ -93,7 +79,7 @@ class Reservation:
 
     def _drop(self, leases: Sequence[Lease]) -> None:
         if leases:
-            self.held = replace(self.held, leases=tuple(lease for lease in self.held.leases if lease not in leases))
+            self.leases = tuple(lease for lease in self.leases if lease not in leases)
             with extension.head_deadline():
                 give_back(leases)
 
@@ -106,14 +92,15 @@ class Reservation:
             nodes = {node.node_id: node for node in extension.read_nodes() if node.node_id not in self.dead}
         free: list[SliceInfo] = []
         lacking: dict[str, str] = {}
+        held = {lease.slice.slice_name for lease in self.leases}
         for name, place in self.config.find([*nodes.values()]).items():
-            if name in [held.slice_name for held in self.held.slices]:
+            if name in held:
                 continue
             if isinstance(place, str):
                 lacking[name] = place
                 continue
-            hosts = [(self.config.bundle(place, worker), node_id) for worker, node_id in enumerate(place.node_ids)]
-            room = [extension.count_bundles(bundle, nodes[node_id].free) for bundle, node_id in hosts]
+            bundles = [(self.config.bundle(place, worker), node_id) for worker, node_id in enumerate(place.node_ids)]
+            room = [extension.count_bundles(bundle, nodes[node_id].free) for bundle, node_id in bundles]
             if all(room):
                 free.append(place)
             else:
@@ -121,26 +108,33 @@ class Reservation:
                 lacking[name] = f"somebody else uses worker {busy}"
         return sorted(free, key=self._is_doubtful), lacking
 
-    def _scale(self, lost: int, epoch: int) -> None:
+    def _scale(self, lost: int, port: int) -> None:
         """Hold an allowed number of slices, including those that are held, after `lost` were lost.
 
         Nothing more is taken while it waits: two jobs that each hold a part of what both need would wait forever.
         """
-        config, sizes, held = self.config, self.sizes, len(self.held.leases)
-        any_s = config.replace_timeout_s if lost else 0.0 if held in sizes else config.scale_timeout_s
+        config, sizes = self.config, self.sizes
+        any_s = config.scale_timeout_s
+        if lost:
+            any_s = config.replace_timeout_s
+        elif len(self.leases) in sizes:
+            any_s = 0.0
         largest_s = min(any_s, config.scale_timeout_s)
         began, pause, demand = time.monotonic(), _POLL_S[0], Demand(config)
         with extension.Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting:
             try:
                 while True:
-                    self._check_open(epoch)
+                    self.check_open()
                     waited = time.monotonic() - began
                     free, lacking = self._survey()
+                    held = len(self.leases)
                     size = choose_size(sizes, held + len(free), waited_out=waited >= largest_s)
                     if size is None:
-                        demand.show(sizes[-1] - held - len(free))
-                    elif self._change_size(size, free, is_last=waited >= any_s + _RACES_S):
-                        return
+                        demand.update(sizes[-1] - held)
+                    else:
+                        demand.withdraw()  # Ray would place it on the slices that are to be taken.
+                        if self._change_size(size, free, port):
+                            return
                     if waited >= any_s + (0 if size is None else _RACES_S):
                         raise InsufficientSlicesError(config.kind, tuple(sizes), held + len(free), lacking, waited)
                     waiting.show(f"{held} held, {len(free)} free; others: {', '.join(lacking) or 'none'}", any_s)
@@ -150,80 +144,62 @@ class Reservation:
             finally:
                 demand.withdraw()
 
-    def _change_size(self, size: int, free: Sequence[SliceInfo], *, is_last: bool) -> bool:
-        """Hold `size` slices; return False, with the same held as before, if somebody else was faster."""
-        held = self.held.leases
-        chosen = free[: max(0, size - len(held))]
+    def _change_size(self, size: int, free: Sequence[SliceInfo], port: int) -> bool:
+        """Hold `size` slices, with the port of their coordinator.
+
+        Returns False if somebody else was faster, or if a host of a new slice seems to be lost before Ray knows: other
+        slices are preferred then.
+        """
+        chosen = list(free[: max(0, size - len(self.leases))])
         try:
-            with extension.head_deadline():
-                taken = take(self.config, chosen) if chosen else []
-        except PlacementError as error:
-            self._doubt(chosen, error, is_last=is_last)
-            return False
-        if taken is None:
-            return False
-        self._drop(held[size:])
-        self.held = replace(self.held, leases=(*held[:size], *taken))
-        return True
-
-    def _doubt(self, slices: Sequence[SliceInfo], error: PlacementError, *, is_last: bool) -> None:
-        """Prefer other slices than these, on which no ports could be leased; raise the error if that does not help.
-
-        Most likely a host is lost, and Ray does not know yet.
-        """
-        if is_last or isinstance(error, HeadTimeoutError | PortUnavailableError):
-            raise error
-        logger.info("Slices could not be taken: %s", error)
-        self.doubtful.update(place.node_ids[0] for place in slices)
-
-    def _hold_megascale(self, port: int | None, epoch: int, *, is_last: bool) -> bool:
-        """Hold the port of the coordinator of several slices, on worker 0 of the first one, if there are several.
-
-        Returns False, without that slice, if its worker 0 seems to be lost.
-        """
-        leases, megascale = self.held.leases, self.held.megascale
-        wanted = (leases[0].slice.node_ids[0], port) if port is not None and len(leases) > 1 else None
-        if wanted == (megascale and (megascale.node_id, megascale.port)):
-            return True
-        self.held = replace(self.held, megascale=None)
-        with extension.head_deadline():
-            release(megascale)
-        if wanted and port is not None:
-            try:
-                leased = lease_megascale(leases[0], port, lambda: self._check_open(epoch))
-            except PlacementError as error:
-                self._doubt([leases[0].slice], error, is_last=is_last)
-                self._drop(leases[:1])
+            taken = take(self.config, chosen) if chosen else []
+            if taken is None:
                 return False
-            self.held = replace(self.held, megascale=leased)
+            self._drop(self.leases[size:])
+            self.leases = (*self.leases, *taken)
+            chosen = [self.leases[0].slice]
+            self._hold_megascale(port if size > 1 else 0)
+        except (HeadTimeoutError, PortUnavailableError):
+            raise
+        except PlacementError as error:
+            logger.info("Slices could not be taken: %s", error)
+            self.doubtful.update(place.node_ids[0] for place in chosen)
+            self._drop([lease for lease in self.leases if lease.slice in chosen])
+            return False
         return True
+
+    def _hold_megascale(self, port: int) -> None:
+        """Hold the port of the coordinator of several slices on worker 0 of the first one, or none if `port` is 0."""
+        first, *others = self.leases
+        if bool(port) == bool(first.megascale):
+            return
+        with extension.head_deadline():
+            release(first.megascale)
+        megascale = lease_megascale(first, port, self.check_open) if port else None
+        self.leases = (replace(first, megascale=megascale), *others)
 
     def close(self) -> bool:
-        self.epoch += 1
+        self.is_open = False
         return self.give_back()
 
     def give_back(self, timeout_s: float | None = None) -> bool:
         """Return slices and ports, and whether Ray had the resources before its head's deadline."""
-        if not self._lock.acquire(timeout=_CLOSE_S):
-            logger.warning("A pool does not give its slices back, because Ray's head does not answer. Close it again.")
-            return False
-        try:
-            held, self.held = self.held, Held()
+        with self._lock:
+            leases, self.leases = self.leases, ()
             # If Ray has ended, so has everything that was held.
-            if not held.leases or not extension.connection():
+            if not leases or not extension.connection():
                 return True
-            with extension.head_deadline(timeout_s):
-                return give_back(held.leases, held.megascale)
-        except HeadTimeoutError as error:
-            names = ", ".join(place.slice_name for place in held.slices)
-            logger.warning("%s will be returned when Ray's head answers. %s", names, error)
-            return False
-        finally:
-            self._lock.release()
+            try:
+                with extension.head_deadline(timeout_s):
+                    return give_back(leases)
+            except HeadTimeoutError as error:
+                names = ", ".join(lease.slice.slice_name for lease in leases)
+                logger.warning("%s will be returned when Ray's head answers. %s", names, error)
+                return False
 
     def describe_leak(self) -> str:
         """Return the warning about a pool that was dropped; empty if it holds nothing."""
-        count = len(self.held.leases) if extension.connection() else 0
+        count = len(self.leases) if extension.connection() else 0
         if not count:
             return ""
         return (

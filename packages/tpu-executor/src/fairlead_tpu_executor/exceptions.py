@@ -96,17 +96,3 @@ class OpenInstancesError(TpuExecutorError):
             f"Instances of {self.name} are open, and use its slices. Close them first, by close() of the instances or "
             "of the class. To have more instances at a time, decorate the class again, which reserves other slices."
         )
-
-
-@dataclass(eq=False, repr=False)
-class PoolBusyError(TpuExecutorError):
-    """The function `running` runs in the pool, and a run has waited `waited_s` seconds for it (`queue_timeout_s`)."""
-
-    running: str
-    waited_s: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.running} runs in this pool, and did not end within {self.waited_s:.1f} s. Wait for its end, use "
-            "another pool, or queue longer (queue_timeout_s)."
-        )

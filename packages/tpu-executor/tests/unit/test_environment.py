@@ -20,7 +20,7 @@ from fairlead_tpu_executor import (
 )
 from fairlead_tpu_executor import _leases as leases
 from fairlead_tpu_executor._environment import host_environment
-from fairlead_tpu_executor._leases import Held, Lease, megascale_port
+from fairlead_tpu_executor._leases import Lease, megascale_port
 
 HOSTS = ("n0", "n1"), ("10.0.0.1", "10.0.0.2")
 SLICES = [SliceInfo(name, 2, "10.0.0.1", 4, *HOSTS, "v4-16") for name in ("a", "b")]
@@ -29,9 +29,9 @@ MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE
 
 def hold(count, megascale=None):
     """Return what a pool holds: slices, a port for each, and the port of the coordinator of all of them."""
-    addresses = (("10.0.0.1", 1400), ("10.0.0.3", 1500))
-    held = [Lease(*of, PortLease(*at, "n", "id")) for *of, at in zip(SLICES, (None, None), addresses, strict=True)]
-    return Held(tuple(held[:count]), None if megascale is None else PortLease(*megascale, "n", "id"))
+    of_all = None if megascale is None else PortLease(*megascale, "n", "id")
+    first = Lease(SLICES[0], None, PortLease("10.0.0.1", 1400, "n", "id"), of_all)
+    return (first, Lease(SLICES[1], None, PortLease("10.0.0.3", 1500, "n", "id")))[:count]
 
 
 def environment(config, count, at=0, worker=0, megascale=None):
@@ -39,7 +39,7 @@ def environment(config, count, at=0, worker=0, megascale=None):
 
 
 def test_one_slice():
-    """With one slice no variable of several slices is set; stale ones are removed."""
+    """With one slice no variable of several slices is set."""
     assert environment(TpuAcceleratorConfig("v4-16"), 1, worker=1) == {
         "EXECUTOR_CALL_INDEX": "1",
         "EXECUTOR_CALL_SLICE": "0",
@@ -53,13 +53,12 @@ def test_one_slice():
         "TPU_NUM_DEVICES": "4",
         "TPU_VERSION": "v4-16",
         "TPU_POD_COUNT": "1",
-        **dict.fromkeys(MEGASCALE),
     }
 
 
 def test_many_slices():
     """The hosts of all slices are numbered in one sequence."""
-    many = Held(hold(1).leases * 100)
+    many = hold(1) * 100
     config = TpuAcceleratorConfig("v4-16", 100)
     found = [host_environment(config, many, at, worker) for at in range(100) for worker in range(2)]
     assert [one["EXECUTOR_PROCESS_INDEX"] for one in found] == [str(index) for index in range(200)]
@@ -91,20 +90,9 @@ def test_one_cluster_over_all_slices():
 def test_addresses_of_ipv6():
     """An IPv6 address stands in brackets, which separates it from the port."""
     own, megascale = (PortLease("fd00::1", port, "n0", "id") for port in (1400, 8081))
-    found = host_environment(TpuAcceleratorConfig("v4-16", 2), Held((Lease(SLICES[0], None, own),), megascale), 0, 0)
+    found = host_environment(TpuAcceleratorConfig("v4-16", 2), (Lease(SLICES[0], None, own, megascale),), 0, 0)
     assert found["EXECUTOR_COORDINATOR_ADDRESS"] == "[fd00::1]:1400"
     assert (found["MEGASCALE_COORDINATOR_ADDRESS"], found["MEGASCALE_PORT"]) == ("[fd00::1]:8081", "8081")
-
-
-def test_layers():
-    """Our variables override the user's; the user's others stay; TPU_NAME is not ours."""
-    config = TpuAcceleratorConfig("v4-16").with_environment_variables(
-        {"MINE": "1", "EXECUTOR_CALL_INDEX": "9", "MEGASCALE_PORT": "9"}, OTHER="2"
-    )
-    found = environment(config, 1)
-    assert (found["MINE"], found["OTHER"], found["EXECUTOR_CALL_INDEX"]) == ("1", "2", "0")
-    assert found["MEGASCALE_PORT"] is None
-    assert "TPU_NAME" not in found
 
 
 def test_other_hosts():
@@ -119,12 +107,6 @@ def test_other_hosts():
         "EXECUTOR_PROCESS_COUNT",
         "EXECUTOR_PROCESS_INDEX",
     ]
-
-
-def test_startup_variables():
-    """Variables that take effect only in a new process are not set in a running one."""
-    config = TpuAcceleratorConfig("v4-16", execution_env={"env_vars": {"LD_PRELOAD": "x", "PYTHONPATH": "y", "A": "z"}})
-    assert {"LD_PRELOAD", "PYTHONPATH"}.isdisjoint(environment(config, 1))
 
 
 def test_megascale_port():
@@ -183,7 +165,7 @@ def test_a_port_that_is_not_free(monkeypatch):
         answers[:] = [None]
         with pytest.raises(PortUnavailableError) as caught:
             leases.lease_megascale(lease, port, lambda: opened.append(1))
-        assert f"needs port {port} on 127.0.0.1, which was taken. Find its user" in caught.value.__notes__[-1]
+        assert f"needs port {port} on 127.0.0.1. Find its user" in caught.value.__notes__[-1]
         assert slept == []
     answers[:] = ["lease", None, None]
     assert leases.lease_megascale(lease, port, lambda: opened.append(1)) == "lease"
@@ -191,4 +173,4 @@ def test_a_port_that_is_not_free(monkeypatch):
     answers[:] = [None] * 100
     with pytest.raises(PortUnavailableError) as caught:
         leases.lease_megascale(lease, port, lambda: None)
-    assert "although no process listens there" in caught.value.__notes__[-1]
+    assert "Find its user there" in caught.value.__notes__[-1]

@@ -18,7 +18,7 @@ from fairlead_tpu_executor import (
     execute_resumable,
     tpu_remote,
 )
-from fairlead_tpu_executor import _head as head
+from fairlead_tpu_executor import _attempt as attempt
 from fairlead_tpu_executor._reservation import choose_size
 
 
@@ -44,9 +44,9 @@ def test_a_silent_head(monkeypatch):
             raise HeadTimeoutError("no answer")
         return frozenset("a"), frozenset("b")
 
-    monkeypatch.setattr(head.extension, "ask_head", ask_head)
-    monkeypatch.setattr(head.time, "monotonic", lambda: now[0])
-    watch = head.NodeWatch()
+    monkeypatch.setattr(attempt.extension, "ask_head", ask_head)
+    monkeypatch.setattr(attempt.time, "monotonic", lambda: now[0])
+    watch = attempt.NodeWatch()
     assert watch.look("abc") == (frozenset("bc"), frozenset("bc"))
     answers[0] = False
     for now[0] in (1.0, 20.0, 30.0):
@@ -83,7 +83,7 @@ def test_a_bare_decorator(call):
 
 def test_flatten_of_a_pool_manager():
     """An option that could have no effect is refused."""
-    with pytest.raises(TypeError, match="execute_on_each_host_flat"):
+    with pytest.raises(TypeError, match="flatten"):
         SlicePoolManager("v4-16", flatten=True)
 
 
@@ -92,5 +92,5 @@ def test_copies_of_instances():
     with pytest.raises(AttributeError):
         _ = object.__new__(DeviceInstances).method
     pool = tpu_remote(accelerator_config=CpuAcceleratorConfig())(int).pool
-    instances = DeviceInstances(int, [], None, pool, None, "elsewhere")
+    instances = DeviceInstances(int, [], None, pool, "elsewhere")
     assert copy.copy(instances).bit_length == instances.bit_length

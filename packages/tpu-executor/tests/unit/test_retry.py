@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_tpu_executor import (
-    InsufficientSlicesError,
     JobError,
     JobFailed,
     JobInfo,
@@ -15,7 +14,7 @@ from fairlead_tpu_executor import (
     PreemptionLimitError,
     SliceLostError,
 )
-from fairlead_tpu_executor._retry import choose_wait, retry
+from fairlead_tpu_executor._verdicts import choose_wait, retry
 
 
 def lose(error=None):
@@ -76,21 +75,6 @@ def test_a_chip_that_never_starts():
     """It ends the run after the budget of failures, however many preemptions are allowed."""
     came, seen, _ = play("s" * 20, 10, 1_000_000)
     assert (str(came), len(seen)) == ("TPU initialization failed", 11)
-
-
-def test_no_slice_after_a_failed_start():
-    """If no slice is free after a failed start, its exception is raised, with the shortage as a note."""
-    own = RuntimeError("TPU initialization failed")
-
-    def attempt(number):
-        if number == 2:
-            raise InsufficientSlicesError("v4-16", (1,), 0, {}, 5.0)
-        return JobPreempted(JobInfo("train"), lose(own))
-
-    with pytest.raises(RuntimeError) as caught:
-        retry(attempt, max_failures=5, max_preemptions=5, sleep=lambda _: None)
-    assert caught.value is own
-    assert "0 were free after 5.0 s" in own.__notes__[-1]
 
 
 def test_exceptions_of_an_attempt_end_the_retries():
