@@ -47,7 +47,7 @@ def slice_rows(nodes: Sequence[Node], holders: Sequence[ResourceHolder]) -> list
         members = [node for node in nodes if canonical_name(node.labels.get(TYPE, "")) == kind]
         per_vm = int(max(node.total.get("TPU", 0) for node in members))
         wanted = None
-        for chips in (None, per_vm):
+        for chips in (None, per_vm):  # of a usual host, or of these
             with contextlib.suppress(ValueError):
                 wanted = tpu_type(kind, chips_per_vm=chips)
         if wanted is None:

@@ -16,7 +16,6 @@ resource, by which Ray's own `SlicePlacementGroup` also takes slices. Ray places
   and they are taken like any others. A `SlicePlacementGroup` would hold the free slices during the wait.
 """
 
-import functools
 import logging
 import socket
 import time
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 _RELEASE_S = 10.0
 # The kernel keeps a port busy for 60 s after a server on it has closed a connection (TIME_WAIT).
 _CLOSED_S = 62.0
-_RETURN_S = 15.0
 # The other hosts of a slice join later than worker 0, so a request that was met is repeated only after this time.
 _REPEAT_S = 60.0
 
@@ -80,31 +78,26 @@ def _make_slot(place: SliceInfo, group: PlacementGroup, number: int = 0, worker:
     )
 
 
-def hold(config: AcceleratorConfigType, slices: Sequence[SliceInfo]) -> tuple[PlacementGroup, ...] | None:
-    """Hold all of these slices, each by a placement group, or none: then return None, with nothing left behind."""
-    with extension.head_deadline():
-        return extension.place_pinned(
-            {
-                f"fairlead-{place.slice_name}": [
-                    (node_id, config.bundle(place, worker)) for worker, node_id in enumerate(place.node_ids)
-                ]
-                for place in slices
-            }
-        )
-
-
 def take(config: AcceleratorConfigType, chosen: Sequence[SliceInfo]) -> list[Lease] | None:
     """Take all of these slices, with ports; return None, and take none, if somebody else was faster.
 
     Raises:
         PlacementError: the ports could not be leased, in most cases because a host is lost. Nothing is taken then.
     """
-    if (groups := hold(config, chosen)) is None:
+    wanted = {
+        f"fairlead-{place.slice_name}": [
+            (node_id, config.bundle(place, worker)) for worker, node_id in enumerate(place.node_ids)
+        ]
+        for place in chosen
+    }
+    with extension.head_deadline():
+        groups = extension.place_pinned(wanted)
+    if groups is None:
         return None
     try:
         ports = lease_ports([*map(_make_slot, chosen, groups)])
     except BaseException:
-        remove(groups)
+        extension.remove_placement_groups(groups)
         raise
     return [Lease(place, group, port) for place, group, (port,) in zip(chosen, groups, ports, strict=True)]
 
@@ -114,7 +107,7 @@ def give_back(leases: Sequence[Lease]) -> bool:
     try:
         release(*(port for lease in leases for port in (lease.port, lease.megascale)))
     finally:
-        returned = remove([lease.group for lease in leases])
+        returned = extension.remove_placement_groups([lease.group for lease in leases])
     return returned
 
 
@@ -123,11 +116,6 @@ def release(*ports: PortLease | None) -> None:
         release_ports([port for port in ports if port is not None], timeout_s=_RELEASE_S)
     except PlacementError as error:  # The host may be lost before Ray knows; otherwise it releases its ports later.
         logger.debug("Ports were not released in time: %s", error)
-
-
-def remove(groups: Sequence[PlacementGroup]) -> bool:
-    """Remove placement groups, and return whether Ray had their resources back in time."""
-    return extension.remove_placement_groups(groups, timeout_s=_RETURN_S)
 
 
 def is_intact(group: PlacementGroup) -> bool:
@@ -141,30 +129,33 @@ class Demand:
 
     def __init__(self, config: AcceleratorConfigType) -> None:
         self._config = config
-        self._groups: list[PlacementGroup] = []
+        self._group: list[PlacementGroup] = []  # one, or none
         self._next_at = 0.0
 
     def update(self, count: int) -> None:
         """Request `count` slices, if there is an autoscaler, or withdraw the request if it is met."""
         with extension.head_deadline():
-            if self._groups:
-                if is_intact(self._groups[0]):
+            if self._group:
+                if is_intact(self._group[0]):
                     self.withdraw()
                     self._next_at = time.monotonic() + _REPEAT_S
-            elif time.monotonic() >= self._next_at and extension.ask_head(
-                "look for an autoscaler", extension.autoscaler_is_there
-            ):
-                config = self._config
-                count *= 1 if isinstance(config, TpuAcceleratorConfig) else config.worker_count
-                bundles, name = [config.bundle(None, worker=0)] * count, f"fairlead-wanted-{uuid.uuid4().hex[:8]}"
-                create = functools.partial(placement_group, bundles, name=name)
-                self._groups = [extension.ask_head("request slices", create, undo=lambda group: remove([group]))]
+            elif time.monotonic() >= self._next_at:
+                undo = extension.remove_placement_groups
+                self._group = extension.ask_head("request slices", self._create, count, undo=undo)
+
+    def _create(self, count: int) -> list[PlacementGroup]:
+        if not extension.autoscaler_is_there():
+            return []
+        config = self._config
+        count *= 1 if isinstance(config, TpuAcceleratorConfig) else config.worker_count
+        name = f"fairlead-wanted-{uuid.uuid4().hex[:8]}"
+        return [placement_group([config.bundle(None, worker=0)] * count, name=name)]
 
     def withdraw(self) -> None:
         """Request nothing any more. Can be repeated."""
-        groups, self._groups = self._groups, []
+        group, self._group = self._group, []
         with extension.head_deadline():
-            remove(groups)
+            extension.remove_placement_groups(group)
 
 
 def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> int:
