@@ -252,11 +252,11 @@ class SlicePoolManager(ClosesOnExit):
         tpu_type: the type of the slices.
         options: the further arguments of `TpuAcceleratorConfig`, except `flatten`.
 
-    Raises:
-        TypeError, ValueError: the configuration raises them.
-
     Attributes:
         pool: the slices, as a `SlicePool`.
+
+    Raises:
+        TypeError, ValueError: the configuration raises them.
     """
 
     def __init__(self, tpu_type: str, **options: Any) -> None:

@@ -14,7 +14,7 @@ from ray.util.tpu import get_tpu_coordinator_env_vars
 
 from fairlead_placement import Slot, extension
 
-from ._config import AcceleratorConfigType, TpuAcceleratorConfig
+from ._config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
 from ._leases import Lease, make_slots
 from .exceptions import JaxUnavailableError
 
@@ -51,9 +51,20 @@ def host_environment(
             "TPU_VERSION": config.tpu_version,
             "TPU_POD_COUNT": str(len(leases)),
         }
-    if (port := leases[0].megascale) is not None:
-        ours |= get_tpu_coordinator_env_vars(port.host_port, len(leases), number, str(port.port))
+        if len(leases) > 1:
+            first = replace(leases[0].port, port=megascale_port(config, os.environ))
+            ours |= get_tpu_coordinator_env_vars(first.host_port, len(leases), number, str(first.port))
     return ours
+
+
+def megascale_port(config: TpuAcceleratorConfig, driver: Mapping[str, str]) -> int:
+    """Return the port of the coordinator of several slices: the configuration's, else `COORD_PORT`, else 8081."""
+    if config.megascale_port is not None:
+        return config.megascale_port
+    text = config.env_vars.get("COORD_PORT") or driver.get("COORD_PORT") or str(MEGASCALE_DEFAULT_PORT)
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise ValueError(f"COORD_PORT must be a port, 1 to 65535, got {text!r}.")
+    return int(text)
 
 
 def describe_slots(

@@ -17,10 +17,9 @@ resource, by which Ray's own `SlicePlacementGroup` also takes slices. Ray places
 """
 
 import logging
-import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,20 +28,17 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from fairlead_placement import (
     PlacementError,
     PortLease,
-    PortUnavailableError,
     Slot,
     extension,
     lease_ports,
     release_ports,
 )
 
-from ._config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
+from ._config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._slices import SliceInfo
 
 logger = logging.getLogger(__name__)
 _RELEASE_S = 10.0
-# The kernel keeps a port busy for 60 s after a server on it has closed a connection (TIME_WAIT).
-_CLOSED_S = 62.0
 # The other hosts of a slice join later than worker 0, so a request that was met is repeated only after this time.
 _REPEAT_S = 60.0
 
@@ -54,7 +50,6 @@ class Lease:
     slice: SliceInfo
     group: PlacementGroup
     port: PortLease  # of the coordinator of the slice, on worker 0
-    megascale: PortLease | None = None  # of the coordinator of several slices, on worker 0 of the first slice
 
 
 def make_slots(leases: Sequence[Lease]) -> list[Slot]:
@@ -105,17 +100,12 @@ def take(config: AcceleratorConfigType, chosen: Sequence[SliceInfo]) -> list[Lea
 def give_back(leases: Sequence[Lease]) -> bool:
     """Return slices and ports, and wait until Ray has the resources of the slices; False if that took too long."""
     try:
-        release(*(port for lease in leases for port in (lease.port, lease.megascale)))
+        release_ports([lease.port for lease in leases], timeout_s=_RELEASE_S)
+    except PlacementError as error:  # The host may be lost before Ray knows; otherwise it releases its ports later.
+        logger.debug("Ports were not released in time: %s", error)
     finally:
         returned = extension.remove_placement_groups([lease.group for lease in leases])
     return returned
-
-
-def release(*ports: PortLease | None) -> None:
-    try:
-        release_ports([port for port in ports if port is not None], timeout_s=_RELEASE_S)
-    except PlacementError as error:  # The host may be lost before Ray knows; otherwise it releases its ports later.
-        logger.debug("Ports were not released in time: %s", error)
 
 
 def is_intact(group: PlacementGroup) -> bool:
@@ -156,43 +146,3 @@ class Demand:
         group, self._group = self._group, []
         with extension.head_deadline():
             extension.remove_placement_groups(group)
-
-
-def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> int:
-    """Return the port of the coordinator of several slices: the configuration's, else `COORD_PORT`, else 8081."""
-    if isinstance(config, TpuAcceleratorConfig) and config.megascale_port is not None:
-        return config.megascale_port
-    text = config.env_vars.get("COORD_PORT") or driver.get("COORD_PORT") or str(MEGASCALE_DEFAULT_PORT)
-    if not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise ValueError(f"COORD_PORT must be a port, 1 to 65535, got {text!r}.")
-    return int(text)
-
-
-def lease_megascale(lease: Lease, port: int, check_open: Callable[[], None]) -> PortLease:
-    """Lease the port of the coordinator of several slices on worker 0 of a slice.
-
-    If no process listens on the port, its last server may have closed connections. This waits until the kernel has
-    freed the port.
-    """
-    until = time.monotonic() + _CLOSED_S
-    while True:
-        check_open()
-        try:
-            return lease_ports([_make_slot(lease.slice, lease.group)], low=port, high=port)[0][0]
-        except PortUnavailableError as error:
-            address = lease.slice.ip_address
-            if error.leased or _is_served(address, port) or time.monotonic() >= until:
-                error.add_note(
-                    f"The coordinator of several slices needs port {port} on {address}. Find its user there "
-                    f"(ss -tanp 'sport = :{port}') and end it, or choose another port (megascale_port, COORD_PORT)."
-                )
-                raise
-        time.sleep(1.0)
-
-
-def _is_served(address: str, port: int) -> bool:
-    try:
-        with socket.create_connection((address, port), timeout=1.0):
-            return True
-    except OSError:
-        return False

@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from fairlead_placement import Slot, extension
 
 from ._attempt import NodeWatch, Target, ask, cancel_task, make_targets, run_once, start_actor, submit
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
-from ._environment import describe_slots
+from ._environment import describe_slots, megascale_port
 from ._leases import make_slots
 from ._reservation import Reservation
 from ._slices import SliceInfo
@@ -199,6 +200,8 @@ class SlicePool(ClosesOnExit):
         check_call(work.name, work.function, args, kwargs)
         work.remote_options(self.config, None)
         RuntimeEnv(**work.runtime_env(self.config))  # Ray checks it here, and not only when the function starts.
+        if isinstance(self.config, TpuAcceleratorConfig):
+            megascale_port(self.config, os.environ)
         return work
 
     def _run(
@@ -228,6 +231,7 @@ class SlicePool(ClosesOnExit):
         before, self._not_started = self._not_started, {host.node_id for host in errors if failed_start(host.error)}
         reservation.doubtful |= before & self._not_started
         if not errors:
+            reservation.doubtful.clear()
             values = extension.group_pairs((call.target.number, call.value) for call in calls).values()
             return JobSucceeded(info, arrange(values, config.flatten))
         status = judge(info, errors, self._watch.look({target.node_id for target in targets})[1])

@@ -2,16 +2,14 @@
 """The slices of a pool and their ports: several slices or none, replaced one by one, and given back together."""
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fairlead_placement import HeadTimeoutError, PlacementError, PortUnavailableError, extension
 
 from ._config import AcceleratorConfigType
-from ._leases import Demand, Lease, give_back, is_intact, lease_megascale, megascale_port, release, take
+from ._leases import Demand, Lease, give_back, is_intact, take
 from ._slices import SliceInfo
 from .exceptions import InsufficientSlicesError, TpuExecutorError
 
@@ -29,7 +27,7 @@ class Reservation:
         is_open: False after the pool was closed, until its next use begins.
         leases: the slices that are held, with their ports. A change makes a new value.
         dead: nodes that a task has reported dead, perhaps long before Ray's head does; they are not used any more.
-        doubtful: nodes that failed to start something. Slices without them are preferred.
+        doubtful: nodes that failed to start something. Their slices are given back, and others are preferred.
     """
 
     def __init__(self, config: AcceleratorConfigType) -> None:
@@ -46,11 +44,9 @@ class Reservation:
         """Hold healthy slices, keep those that are held, and replace lost ones; after an error nothing is held."""
         with self._lock:
             try:
-                # First, because it may be refused, and slices may come after hours.
-                port = megascale_port(self.config, os.environ) if self.sizes[-1] > 1 else 0
                 lost = self._give_back_lost()
                 if len(self.leases) != self.sizes[-1]:
-                    self._scale(lost, port)
+                    self._scale(lost)
                 self.check_open()  # A signal handler may have closed the pool.
             except BaseException as error:
                 self.give_back(1.0 if isinstance(error, HeadTimeoutError) else None)
@@ -63,17 +59,16 @@ class Reservation:
             raise TpuExecutorError("The pool was closed while it was in use. Use a pool that stays open.")
 
     def _give_back_lost(self) -> int:
-        """Give back slices that are lost, and doubtful ones for which there are others; return their number."""
-        if not (held := self.leases):
+        """Give back slices that are lost or doubtful, and return their number. A doubtful one may be taken again."""
+        if not self.leases:
             return 0
         with extension.head_deadline():
-            present = {node.node_id for node in extension.read_nodes(with_free=False)} - self.dead
+            usable = {node.node_id for node in extension.read_nodes(with_free=False)} - self.dead - self.doubtful
             lost = [
-                lease for lease in held if not present.issuperset(lease.slice.node_ids) or not is_intact(lease.group)
+                lease
+                for lease in self.leases
+                if not usable.issuperset(lease.slice.node_ids) or not is_intact(lease.group)
             ]
-        if doubtful := [lease for lease in held if lease not in lost and self._is_doubtful(lease.slice)]:
-            others = [place for place in self._survey()[0] if not self._is_doubtful(place)]
-            lost += doubtful[: len(others)]
         self._drop(lost)
         return len(lost)
 
@@ -82,9 +77,6 @@ class Reservation:
             self.leases = tuple(lease for lease in self.leases if lease not in leases)
             with extension.head_deadline():
                 give_back(leases)
-
-    def _is_doubtful(self, place: SliceInfo) -> bool:
-        return not self.doubtful.isdisjoint(place.node_ids)
 
     def _survey(self) -> tuple[list[SliceInfo], dict[str, str]]:
         """Read the nodes once, and return which slices are free and not held, and why the others are not free."""
@@ -106,9 +98,9 @@ class Reservation:
             else:
                 busy = ", ".join(str(worker) for worker, count in enumerate(room) if not count)
                 lacking[name] = f"somebody else uses worker {busy}"
-        return sorted(free, key=self._is_doubtful), lacking
+        return sorted(free, key=lambda place: not self.doubtful.isdisjoint(place.node_ids)), lacking
 
-    def _scale(self, lost: int, port: int) -> None:
+    def _scale(self, lost: int) -> None:
         """Hold an allowed number of slices, including those that are held, after `lost` were lost.
 
         Nothing more is taken while it waits: two jobs that each hold a part of what both need would wait forever.
@@ -133,7 +125,7 @@ class Reservation:
                         demand.update(sizes[-1] - held)
                     else:
                         demand.withdraw()  # Ray would place it on the slices that are to be taken.
-                        if self._change_size(size, free, port):
+                        if self._change_size(size, free):
                             return
                     if waited >= any_s + (0 if size is None else _RACES_S):
                         raise InsufficientSlicesError(config.kind, tuple(sizes), held + len(free), lacking, waited)
@@ -144,39 +136,26 @@ class Reservation:
             finally:
                 demand.withdraw()
 
-    def _change_size(self, size: int, free: Sequence[SliceInfo], port: int) -> bool:
-        """Hold `size` slices, with the port of their coordinator.
+    def _change_size(self, size: int, free: Sequence[SliceInfo]) -> bool:
+        """Hold `size` slices.
 
         Returns False if somebody else was faster, or if a host of a new slice seems to be lost before Ray knows: other
         slices are preferred then.
         """
-        chosen = list(free[: max(0, size - len(self.leases))])
+        chosen = free[: max(0, size - len(self.leases))]
         try:
             taken = take(self.config, chosen) if chosen else []
-            if taken is None:
-                return False
-            self._drop(self.leases[size:])
-            self.leases = (*self.leases, *taken)
-            chosen = [self.leases[0].slice]
-            self._hold_megascale(port if size > 1 else 0)
         except (HeadTimeoutError, PortUnavailableError):
             raise
         except PlacementError as error:
             logger.info("Slices could not be taken: %s", error)
             self.doubtful.update(place.node_ids[0] for place in chosen)
-            self._drop([lease for lease in self.leases if lease.slice in chosen])
             return False
+        if taken is None:
+            return False
+        self._drop(self.leases[size:])
+        self.leases = (*self.leases, *taken)
         return True
-
-    def _hold_megascale(self, port: int) -> None:
-        """Hold the port of the coordinator of several slices on worker 0 of the first one, or none if `port` is 0."""
-        first, *others = self.leases
-        if bool(port) == bool(first.megascale):
-            return
-        with extension.head_deadline():
-            release(first.megascale)
-        megascale = lease_megascale(first, port, self.check_open) if port else None
-        self.leases = (replace(first, megascale=megascale), *others)
 
     def close(self) -> bool:
         self.is_open = False

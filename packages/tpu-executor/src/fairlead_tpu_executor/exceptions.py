@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of runs on slices, one class per situation.
-
-The exceptions of a user's function are raised as they are. If Ray's head does not answer, fairlead-placement's
-`HeadTimeoutError` is raised, and if a port is taken, its `PortUnavailableError`.
-"""
+"""The errors of runs on slices, one class per situation, besides those of a user's function and of placement."""
 
 from dataclasses import dataclass
 

@@ -69,8 +69,8 @@ class PretendSlices(ClosesOnExit):
     ) -> str:
         """Start a host with TPU worker id `worker` in the slice `name`, wait until it has joined, and return its id.
 
-        Its slice has the type `kind` and a topology, it has `chips` chips, and `env` are further environment variables
-        for its raylet. Raises a TimeoutError if it has not joined within 60 s.
+        `kind` and `topology` are those of its slice, and `env` are more variables for its raylet. Raises a TimeoutError
+        if it has not joined within 60 s.
         """
         detected = {"TPU_NAME": name, "TPU_WORKER_ID": str(worker), "TPU_ACCELERATOR_TYPE": kind}
         # `Cluster.add_node(env_vars=)` does not reach Ray's detection.

@@ -2,14 +2,11 @@
 """The variables of each host, layer by layer."""
 
 import os
-import socket
 import sys
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from fairlead_placement import PortLease, PortUnavailableError
+from fairlead_placement import PortLease
 from fairlead_tpu_executor import (
     CpuAcceleratorConfig,
     JaxUnavailableError,
@@ -18,24 +15,22 @@ from fairlead_tpu_executor import (
     initialize_jax,
     testing,
 )
-from fairlead_tpu_executor import _leases as leases
-from fairlead_tpu_executor._environment import host_environment
-from fairlead_tpu_executor._leases import Lease, megascale_port
+from fairlead_tpu_executor._environment import host_environment, megascale_port
+from fairlead_tpu_executor._leases import Lease
 
 HOSTS = ("n0", "n1"), ("10.0.0.1", "10.0.0.2")
 SLICES = [SliceInfo(name, 2, "10.0.0.1", 4, *HOSTS, "v4-16") for name in ("a", "b")]
 MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")
 
 
-def hold(count, megascale=None):
-    """Return what a pool holds: slices, a port for each, and the port of the coordinator of all of them."""
-    of_all = None if megascale is None else PortLease(*megascale, "n", "id")
-    first = Lease(SLICES[0], None, PortLease("10.0.0.1", 1400, "n", "id"), of_all)
-    return (first, Lease(SLICES[1], None, PortLease("10.0.0.3", 1500, "n", "id")))[:count]
+def hold(count):
+    """Return what a pool holds: slices, and a port for each."""
+    ports = PortLease("10.0.0.1", 1400, "n", "id"), PortLease("10.0.0.3", 1500, "n", "id")
+    return tuple(Lease(place, None, port) for place, port in zip(SLICES, ports, strict=True))[:count]
 
 
-def environment(config, count, at=0, worker=0, megascale=None):
-    return host_environment(config, hold(count, megascale), at, worker)
+def environment(config, count, at=0, worker=0):
+    return host_environment(config, hold(count), at, worker)
 
 
 def test_one_slice():
@@ -67,7 +62,7 @@ def test_many_slices():
 
 def test_two_slices():
     """Each host has the coordinator of all slices and that of its own slice."""
-    found = environment(TpuAcceleratorConfig("v4-16", 2), 2, at=1, megascale=("10.0.0.1", 8081))
+    found = environment(TpuAcceleratorConfig("v4-16", 2, megascale_port=8081), 2, at=1)
     assert {name: found[name] for name in MEGASCALE} == {
         "MEGASCALE_COORDINATOR_ADDRESS": "10.0.0.1:8081",
         "MEGASCALE_NUM_SLICES": "2",
@@ -81,7 +76,7 @@ def test_two_slices():
 def test_one_cluster_over_all_slices():
     """All hosts of all slices have the coordinator of slice 0, the number of hosts, and an index in their order."""
     config = TpuAcceleratorConfig("v4-16", 2)
-    found = [environment(config, 2, at, worker, megascale=("m", 1)) for at in (0, 1) for worker in (0, 1)]
+    found = [environment(config, 2, at, worker) for at in (0, 1) for worker in (0, 1)]
     assert [one["EXECUTOR_PROCESS_INDEX"] for one in found] == ["0", "1", "2", "3"]
     assert {one["EXECUTOR_PROCESS_COUNT"] for one in found} == {"4"}
     assert {one["EXECUTOR_JOB_COORDINATOR_ADDRESS"] for one in found} == {"10.0.0.1:1400"}
@@ -89,8 +84,8 @@ def test_one_cluster_over_all_slices():
 
 def test_addresses_of_ipv6():
     """An IPv6 address stands in brackets, which separates it from the port."""
-    own, megascale = (PortLease("fd00::1", port, "n0", "id") for port in (1400, 8081))
-    found = host_environment(TpuAcceleratorConfig("v4-16", 2), (Lease(SLICES[0], None, own, megascale),), 0, 0)
+    leases = (Lease(SLICES[0], None, PortLease("fd00::1", 1400, "n0", "id")), hold(2)[1])
+    found = host_environment(TpuAcceleratorConfig("v4-16", 2, megascale_port=8081), leases, 0, 0)
     assert found["EXECUTOR_COORDINATOR_ADDRESS"] == "[fd00::1]:1400"
     assert (found["MEGASCALE_COORDINATOR_ADDRESS"], found["MEGASCALE_PORT"]) == ("[fd00::1]:8081", "8081")
 
@@ -146,31 +141,3 @@ def test_variables_of_a_pretend_host(monkeypatch):
     assert os.environ["TPU_NAME"] == "before"
     assert "TPU_WORKER_ID" not in os.environ
     assert os.environ.pop("SET_MEANWHILE") == "kept"
-
-
-def test_a_port_that_is_not_free(monkeypatch):
-    """A port on which no process listens may be free within a minute, and is tried again; the error says who has it."""
-    lease = Lease(replace(SLICES[0], node_ips=("127.0.0.1", "127.0.0.1"), ip_address="127.0.0.1"), None, None)
-    answers, slept, opened = [], [], []
-
-    def lease_ports(slots, *, low, high):
-        if not (answer := answers.pop()):
-            raise PortUnavailableError("127.0.0.1", 1, low, high, 0, 1)
-        return ((answer,),)
-
-    monkeypatch.setattr(leases, "lease_ports", lease_ports)
-    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: float(len(slept)), sleep=slept.append))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        answers[:] = [None]
-        with pytest.raises(PortUnavailableError) as caught:
-            leases.lease_megascale(lease, port, lambda: opened.append(1))
-        assert f"needs port {port} on 127.0.0.1. Find its user" in caught.value.__notes__[-1]
-        assert slept == []
-    answers[:] = ["lease", None, None]
-    assert leases.lease_megascale(lease, port, lambda: opened.append(1)) == "lease"
-    assert (len(slept), len(opened)) == (2, 4)
-    answers[:] = [None] * 100
-    with pytest.raises(PortUnavailableError) as caught:
-        leases.lease_megascale(lease, port, lambda: None)
-    assert "Find its user there" in caught.value.__notes__[-1]
