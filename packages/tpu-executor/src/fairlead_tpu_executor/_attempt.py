@@ -18,7 +18,7 @@ from fairlead_placement import HeadTimeoutError, extension
 from . import _host
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._environment import MEGASCALE, host_environment
-from ._leases import Lease
+from ._reservation import Lease
 from ._slices import SliceInfo
 from ._verdicts import HostError, NodeLostError, judge_one
 from ._work import Work

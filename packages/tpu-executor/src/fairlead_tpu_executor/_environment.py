@@ -15,7 +15,7 @@ from ray.util.tpu import get_tpu_coordinator_env_vars
 from fairlead_placement import Slot, extension
 
 from ._config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
-from ._leases import Lease, make_slots
+from ._reservation import Lease, make_slots
 from .exceptions import JaxUnavailableError
 
 ENV_CALL_INDEX: str = "EXECUTOR_CALL_INDEX"

@@ -18,8 +18,7 @@ from fairlead_placement import Slot, extension
 from ._attempt import NodeWatch, Target, ask, cancel_task, make_targets, run_once, start_actor, submit
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._environment import describe_slots, megascale_port
-from ._leases import make_slots
-from ._reservation import Reservation
+from ._reservation import Reservation, make_slots
 from ._slices import SliceInfo
 from ._verdicts import JobInfo, JobStatus, JobSucceeded, failed_start, judge, retry
 from ._work import Class, Function, Work, check_call, inspect_work

@@ -24,7 +24,7 @@ from fairlead_tpu_executor import (
     TpuAcceleratorConfig,
     TpuRemoteManager,
 )
-from fairlead_tpu_executor import _leases as leases
+from fairlead_tpu_executor import _reservation as reservation
 
 KIND = "v5p-16"
 
@@ -96,9 +96,9 @@ def test_a_host_dies(slices, spare, record, eventually):
 
 @pytest.mark.nightly
 def test_a_host_dies_while_its_slice_is_taken(slices, spare, monkeypatch):
-    """A run goes on with another slice if worker 0 dies while the port of its coordinator is leased (seam: the lease)."""
+    """A run goes on with another slice if worker 0 dies while its port is leased (seam: the lease)."""
     lost, other = spare(), spare()
-    lease_ports, calls = leases.lease_ports, []
+    lease_ports, calls = reservation.lease_ports, []
 
     def lose(slots, **ports):
         calls.append(slots)
@@ -106,7 +106,7 @@ def test_a_host_dies_while_its_slice_is_taken(slices, spare, monkeypatch):
             slices.kill(lost, 0)
         return lease_ports(slots, **ports)
 
-    monkeypatch.setattr(leases, "lease_ports", lose)
+    monkeypatch.setattr(reservation, "lease_ports", lose)
     with SlicePool(KIND, max_retries_failure=0, max_retries_preemption=0) as pool:
         assert pool.run(lambda: os.environ["TPU_SLICE_NAME"]) == [other, other]
 
@@ -220,7 +220,7 @@ def wanted():
 def test_request_to_an_autoscaler(slices, spare, monkeypatch, eventually):
     """The pool requests all slices that it does not hold, holds no free one meanwhile, and takes those that come."""
     # There is no autoscaler on this machine; Ray's own for tests would end every other Ray.
-    monkeypatch.setattr(leases.extension, "autoscaler_is_there", lambda: True)
+    monkeypatch.setattr(reservation.extension, "autoscaler_is_there", lambda: True)
     names = [spare()]
     run = Run(RayExecutor.autoscale_execute, lambda: os.environ["TPU_SLICE_NAME"], TpuAcceleratorConfig(KIND, 2))
     assert eventually(lambda: wanted() == [2.0], 120), wanted()
@@ -237,7 +237,7 @@ def test_request_to_an_autoscaler(slices, spare, monkeypatch, eventually):
 
 def test_no_answer_of_an_autoscaler(slices, spare, monkeypatch):
     """When the scale timeout ends, so does the request; a smaller allowed number of slices is accepted."""
-    monkeypatch.setattr(leases.extension, "autoscaler_is_there", lambda: True)
+    monkeypatch.setattr(reservation.extension, "autoscaler_is_there", lambda: True)
     with pytest.raises(InsufficientSlicesError, match="there are no others"):
         RayExecutor.execute(lambda: None, TpuAcceleratorConfig(KIND, scale_timeout_s=1))
     name = spare()

@@ -16,7 +16,7 @@ from fairlead_tpu_executor import (
     testing,
 )
 from fairlead_tpu_executor._environment import host_environment, megascale_port
-from fairlead_tpu_executor._leases import Lease
+from fairlead_tpu_executor._reservation import Lease
 
 HOSTS = ("n0", "n1"), ("10.0.0.1", "10.0.0.2")
 SLICES = [SliceInfo(name, 2, "10.0.0.1", 4, *HOSTS, "v4-16") for name in ("a", "b")]
