@@ -247,18 +247,16 @@ class SlicePool(ClosesOnExit):
     def _start_all(
         self, targets: Sequence[Target], start: Callable[[Target], Any], end: Callable[[Any], object]
     ) -> list[list[Any]]:
-        """Start something on every host, a list per slice; `end` ends what starts after a deadline or a close."""
+        """Start something on every host, a list per slice; `end` ends what starts after a deadline."""
 
         def undo(started: list[tuple[int, Any]]) -> None:
             for _, thing in started:
                 end(thing)
 
-        started = ask("start tasks", lambda: [(target.number, start(target)) for target in targets], undo)
-        try:
+        # Ray would never end a task that comes after the end of its placement group.
+        with self._reservation.lock:
             self._reservation.check_open()
-        except BaseException:
-            undo(started)
-            raise
+            started = ask("start tasks", lambda: [(target.number, start(target)) for target in targets], undo)
         return [*extension.group_pairs(started).values()]
 
 

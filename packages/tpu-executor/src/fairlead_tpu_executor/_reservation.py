@@ -173,12 +173,12 @@ class Reservation:
         self.leases: tuple[Lease, ...] = ()
         self.dead: set[str] = set()
         self.doubtful: set[str] = set()
-        # Whoever takes or returns slices or ports has it until `leases` shows that.
-        self._lock = threading.RLock()
+        # Whoever takes or returns slices has it until `leases` shows that, and so has whoever starts something on them.
+        self.lock = threading.RLock()
 
     def ensure(self) -> tuple[Lease, ...]:
         """Hold healthy slices, keep those that are held, and replace lost ones; after an error nothing is held."""
-        with self._lock:
+        with self.lock:
             try:
                 lost = self._give_back_lost()
                 if len(self.leases) != self.sizes[-1]:
@@ -299,7 +299,7 @@ class Reservation:
 
     def give_back(self, timeout_s: float | None = None) -> bool:
         """Return slices and ports, and whether Ray had the resources before its head's deadline."""
-        with self._lock:
+        with self.lock:
             leases, self.leases = self.leases, ()
             # If Ray has ended, so has everything that was held.
             if not leases or not extension.connection():
