@@ -194,11 +194,12 @@ def _watch(
 
 
 def _wait(pending: Mapping[Any, HostCall]) -> list[Any]:
-    """Return the references that have returned, once all of them have or a short time is over."""
-    if pending:
-        return list(ray.wait([*pending], num_returns=len(pending), timeout=_POLL_S)[0])
-    time.sleep(_POLL_S)
-    return []
+    """Return the references that are done, after a short wait for the first one."""
+    if not pending:
+        time.sleep(_POLL_S)
+        return []
+    done, _ = ray.wait([*pending], timeout=_POLL_S)
+    return list(ray.wait([*pending], num_returns=len(pending), timeout=0)[0]) if done else []
 
 
 def is_clear(
