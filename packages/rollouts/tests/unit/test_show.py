@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ledger shown to people, and on the command line."""
 
-import subprocess
-import sys
-
 from fairlead_rollouts import IndexStream, Ledger, LedgerConfig
 from fairlead_rollouts.__main__ import main
 
+CONFIG = LedgerConfig(group_size=2, groups_per_version=2, max_staleness=1)
 TEXT = """\
 Ledger at version 1, room() is 1
 groups
@@ -18,8 +16,7 @@ groups
 
 def test_show(finish, tmp_path, capsys):
     """`show` prints states and the oldest groups; the command line prints a snapshot or the file."""
-    config = LedgerConfig(group_size=2, groups_per_version=2, max_staleness=1)
-    ledger = Ledger(config, IndexStream(100, seed=0), file=tmp_path / "ledger")
+    ledger = Ledger(CONFIG, IndexStream(100, seed=0), file=tmp_path / "ledger")
     finish(ledger, ledger.lease(4)[1:])
     ledger.claim(1, 2)
     ledger.advance(1, trained=1)
@@ -40,8 +37,7 @@ def test_show(finish, tmp_path, capsys):
 
 def test_snapshot_without_an_open_prompt(finish, tmp_path, capsys):
     """If every prompt is applied or dropped, the next prompt is the bound."""
-    config = LedgerConfig(group_size=2, groups_per_version=2, max_staleness=1)
-    ledger = Ledger(config, IndexStream(100, seed=0))
+    ledger = Ledger(CONFIG, IndexStream(100, seed=0))
     finish(ledger, ledger.lease(2))
     ledger.drop([0, 1], reason="tested")
     ledger.prepare(0, tmp_path)
@@ -49,9 +45,7 @@ def test_snapshot_without_an_open_prompt(finish, tmp_path, capsys):
     assert "The next prompt is 2. Every prompt below 2 is applied or dropped." in capsys.readouterr().out
 
 
-def test_a_missing_snapshot(tmp_path):
+def test_a_missing_snapshot(tmp_path, capsys):
     """The command line names what it cannot read."""
-    command = [sys.executable, "-m", "fairlead_rollouts", "show", str(tmp_path / "missing")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 1
-    assert "it cannot be read: No such file" in result.stderr
+    assert main(["show", str(tmp_path / "missing")]) == 1
+    assert "it cannot be read: No such file" in capsys.readouterr().err
