@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ledger shown to people, and on the command line."""
 
+import subprocess
+import sys
+
 from fairlead_rollouts import IndexStream, Ledger, LedgerConfig
 from fairlead_rollouts.__main__ import main
 
@@ -45,7 +48,9 @@ def test_snapshot_without_an_open_prompt(finish, tmp_path, capsys):
     assert "The next prompt is 2. Every prompt below 2 is applied or dropped." in capsys.readouterr().out
 
 
-def test_a_missing_snapshot(tmp_path, capsys):
+def test_a_missing_snapshot(tmp_path):
     """The command line names what it cannot read."""
-    assert main(["show", str(tmp_path / "missing")]) == 1
-    assert "it cannot be read: No such file" in capsys.readouterr().err
+    command = [sys.executable, "-m", "fairlead_rollouts", "show", str(tmp_path / "missing")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "it cannot be read: No such file" in result.stderr
