@@ -62,7 +62,9 @@ def rows() -> list[Row]:
 
 
 def _uv(*arguments: str, cwd: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    # nox names its own environment in both, which `uv sync` would change.
+    own = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
+    env = {name: value for name, value in os.environ.items() if name not in own}
     subprocess.run([UV, *arguments], cwd=cwd, env=env, check=True, capture_output=True)
 
 
