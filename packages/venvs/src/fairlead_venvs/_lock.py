@@ -263,7 +263,7 @@ def _make_plan(inputs: _Inputs, facts: Mapping[str, Any], place: Path, name: str
     spec, pylock = inputs.spec, facts["pylock"]
     fingerprint = hashlib.sha256(json.dumps([*inputs.counted, pylock]).encode()).hexdigest()
     credentials = {word: text for text, word in inputs.words.items()}
-    pylock = replace_credentials(pylock, lambda word: credentials.get(word, word))
+    pylock = replace_credentials(pylock, lambda word: credentials.get(word, word)) if credentials else pylock
     words = (f"project {Path(str(spec.project)).name}", *spec.extras, *spec.groups)
     recipe = Recipe(
         fingerprint=fingerprint,
