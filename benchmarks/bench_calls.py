@@ -4,9 +4,10 @@
 python benchmarks/bench_calls.py
 """
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +22,8 @@ PAUSE_S = 2.0
 # Calls of the same code differ by up to 4 % from one set of processes to the next, so several are measured, by the
 # number of workers.
 GROUPS = {8: 6, 32: 2}
+# The ways of a call, and how much longer than by hand each may take.
+WAYS = (("call", 1.15), ("the classic methods", 1.15), ("await on an event loop", 1.25))
 
 
 def rows() -> list[Row]:
@@ -59,8 +62,9 @@ def _first_answer_rows() -> Iterator[Row]:
 
 
 def _call_rows(count: int, groups: int) -> Iterator[Row]:
-    """Compare calls with hand-written Ray."""
-    times: list[list[float]] = [[], [], [], []]
+    """Compare calls, also awaited ones, with hand-written Ray that blocks."""
+    times: list[list[float]] = [[], [], [], [], []]
+    loop = asyncio.new_event_loop()
     for _ in range(groups):
         with start_group(count) as group, start_by_hand(count) as workers:
 
@@ -73,17 +77,24 @@ def _call_rows(count: int, groups: int) -> Iterator[Row]:
             def classic(group: RayWorkerGroup = group) -> None:
                 group.get_all_worker_results(group.run_all_workers_single_data("nothing"))
 
-            interleaved(by_hand, ours, classic, repeats=50)  # warm up
+            async def call(group: RayWorkerGroup = group) -> None:
+                await group.call("nothing")
+
+            def awaited(call: Callable[[], Coroutine[Any, Any, None]] = call) -> None:
+                loop.run_until_complete(call())
+
+            interleaved(by_hand, ours, classic, awaited, repeats=50)  # warm up
             # The first call after those of other workers is slower.
-            turns = take_turns(by_hand, by_hand, ours, classic, repeats=150, settles=True)
+            turns = take_turns(by_hand, by_hand, ours, classic, awaited, repeats=150, settles=True)
         for seconds, more in zip(times, turns, strict=True):
             seconds += more
-    base, again, timing, classic_timing = map(Timing.of, times)
+    loop.close()
+    base, again, *ours_timings = map(Timing.of, times)
     yield Row(f"call without arguments to {count} workers, by hand", str(base), "", True)
     yield Row("  the same again, as a baseline", f"{again.median / base.median:.2f}x", "about 1x", True)
-    for what, one in (("call", timing), ("the classic methods", classic_timing)):
-        ratio = one.median / base.median
-        yield Row(f"  by worker group, {what}", f"{ratio:.2f}x, {one}", "at most 1.15x", ratio <= 1.15)
+    for (what, most), timing in zip(WAYS, ours_timings, strict=True):
+        ratio = timing.median / base.median
+        yield Row(f"  by worker group, {what}", f"{ratio:.2f}x, {timing}", f"at most {most}x", ratio <= most)
 
 
 if __name__ == "__main__":
