@@ -22,8 +22,6 @@ PAUSE_S = 2.0
 # Calls of the same code differ by up to 4 % from one set of processes to the next, so several are measured, by the
 # number of workers.
 GROUPS = {8: 6, 32: 2}
-# The ways of a call, and how much longer than by hand each may take.
-WAYS = (("call", 1.15), ("the classic methods", 1.15), ("await on an event loop", 1.25))
 
 
 def rows() -> list[Row]:
@@ -62,8 +60,8 @@ def _first_answer_rows() -> Iterator[Row]:
 
 
 def _call_rows(count: int, groups: int) -> Iterator[Row]:
-    """Compare calls, also awaited ones, with hand-written Ray that blocks."""
-    times: list[list[float]] = [[], [], [], [], []]
+    """Compare calls with hand-written Ray, awaited ones with what somebody awaits by hand."""
+    times: list[list[float]] = [[] for _ in range(6)]
     loop = asyncio.new_event_loop()
     for _ in range(groups):
         with start_group(count) as group, start_by_hand(count) as workers:
@@ -77,24 +75,35 @@ def _call_rows(count: int, groups: int) -> Iterator[Row]:
             def classic(group: RayWorkerGroup = group) -> None:
                 group.get_all_worker_results(group.run_all_workers_single_data("nothing"))
 
-            async def call(group: RayWorkerGroup = group) -> None:
+            async def gather(workers: list[Any] = workers) -> None:
+                await asyncio.gather(*(worker.nothing.remote() for worker in workers))
+
+            async def await_call(group: RayWorkerGroup = group) -> None:
                 await group.call("nothing")
 
-            def awaited(call: Callable[[], Coroutine[Any, Any, None]] = call) -> None:
-                loop.run_until_complete(call())
+            def on_loop(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+                return lambda: loop.run_until_complete(function())
 
-            interleaved(by_hand, ours, classic, awaited, repeats=50)  # warm up
+            ways = (by_hand, by_hand, ours, classic, on_loop(gather), on_loop(await_call))
+            interleaved(*ways, repeats=50)  # warm up
             # The first call after those of other workers is slower.
-            turns = take_turns(by_hand, by_hand, ours, classic, awaited, repeats=150, settles=True)
+            turns = take_turns(*ways, repeats=150, settles=True)
         for seconds, more in zip(times, turns, strict=True):
             seconds += more
     loop.close()
-    base, again, *ours_timings = map(Timing.of, times)
+    base, again, called, classic_timing, gathered, awaited = map(Timing.of, times)
     yield Row(f"call without arguments to {count} workers, by hand", str(base), "", True)
     yield Row("  the same again, as a baseline", f"{again.median / base.median:.2f}x", "about 1x", True)
-    for (what, most), timing in zip(WAYS, ours_timings, strict=True):
-        ratio = timing.median / base.median
-        yield Row(f"  by worker group, {what}", f"{ratio:.2f}x, {timing}", f"at most {most}x", ratio <= most)
+    yield _against(base, "call", called, 1.15)
+    yield _against(base, "the classic methods", classic_timing, 1.15)
+    yield Row(f"call without arguments to {count} workers, awaited by hand", str(gathered), "", True)
+    yield _against(gathered, "await", awaited, 1.25)
+
+
+def _against(base: Timing, what: str, timing: Timing, most: float) -> Row:
+    """Return the row of one way of a call."""
+    ratio = timing.median / base.median
+    return Row(f"  by worker group, {what}", f"{ratio:.2f}x, {timing}", f"at most {most}x", ratio <= most)
 
 
 if __name__ == "__main__":
