@@ -38,18 +38,15 @@ def test_reference(folder):
     assert read_exports(folder) - {*entries} == set()
 
 
-def test_errors():
-    """Troubleshooting has a section for each public error, with its cause and its remedy."""
-    page = read("troubleshooting.md")
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
-    exceptions = set(re.findall(r"autoexception:: (?:\w+\.)?(\w+)$", "\n".join(map(read, list_reference())), re.M))
-    public = {name for folder in FOLDERS for name in read_exports(folder)}
-    assert sorted(sections) == sorted(exceptions & public)
-    assert [name for name, text in sections.items() if not {"**Cause:**", "**Remedy:**"} <= {*text.split()}] == []
-
-
-def list_reference() -> list[str]:
-    return [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs/reference").rglob("*.md")]
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_errors(folder):
+    """The page of errors of a package has a row for each public error, which says when it is raised and what to do."""
+    pages = [*(ROOT / f"docs/reference/{folder.parents[1].name}").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    errors = set(re.findall(r"autoexception:: (?:\w+\.)?(\w+)$", text, re.MULTILINE)) & read_exports(folder)
+    rows = re.findall(r"^\| (`\w+Error`[^|]*) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+Error)`", row[0])}
+    assert errors - listed == set()
 
 
 def test_variables():
@@ -72,3 +69,21 @@ def test_hardware():
     spec.loader.exec_module(module)
     rows = "".join(f"| {row.what} | {row.needs} | {row.passed_on} |\n" for row in module.ROWS)
     assert f"| needs | passed on |\n|---|---|---|\n{rows}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_figures():
+    """Each figure of the README is against a row of the results that is hand-written, or is a peer's own."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", results, re.MULTILINE | re.DOTALL)
+    rows = {
+        title.lower().replace(" ", "-"): {line.split("|")[1].strip() for line in text.splitlines() if line[:2] == "| "}
+        for title, text in sections
+    }
+    figures = re.findall(r"^\| [^|]+ \| (?:as fast|[\d.]+(?:x| %) (?:slower|faster)) \| (.+) \|$", readme, re.MULTILINE)
+    assert figures
+    assert len(re.findall(r"\d(?:x| %) (?:slower|faster)| ms\b", readme)) <= len(figures), "a figure stands elsewhere"
+    for figure in figures:
+        denominator, section = re.fullmatch(r"\[(.+)\]\(benchmarks/RESULTS.md#(.+)\)", figure).groups()
+        assert denominator in rows[section]
+        assert "by hand" in denominator or denominator == "verl"
