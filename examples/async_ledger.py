@@ -29,7 +29,8 @@ def run(ledger: Ledger, generators: RayWorkerGroup, trainer: RayWorkerGroup, ste
     waiting = deque()
     for step in steps:
         while not isinstance(claim := ledger.claim(step, count=8), Claim):
-            for lease in ledger.lease(ledger.room()):  # generate as far ahead as the bound allows
+            room = ledger.room()  # generate as far ahead as the bound allows
+            for lease in ledger.lease(room) if room else ():
                 worker = generators.at(worker=lease.prompt_id % generators.world_size)
                 waiting.append((lease, worker.call("generate", lease.prompt, len(lease.samples), collect=())))
             lease, call = waiting.popleft()

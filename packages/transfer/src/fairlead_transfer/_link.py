@@ -39,7 +39,8 @@ class Link:
         target_group: the group that gets them; may be the same group.
         source: the name of a method of the source workers that returns a dict from name to local tensor: numpy arrays
             and torch tensors, which each rank holds as a whole, DTensors, or `LocalTensor` objects.
-        target: the name of a method of the target workers that returns such a dict. Its tensors are overwritten in place.
+        target: the name of a method of the target workers that returns such a dict. Its tensors are overwritten in
+            place.
         apply: instead of `target`, a method of the target workers that takes whole tensors, `{name: tensor}`,
             in several calls.
         chunk_bytes: the most bytes of tensors in one call of `apply`; a larger tensor is a call by itself.
