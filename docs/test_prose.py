@@ -139,6 +139,37 @@ def test_docstrings():
     assert faults == {}
 
 
+def read_messages(source: str) -> Iterator[str]:
+    """Yield the texts of errors, warnings and log lines of a module, with CODE for their values."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Raise(exc=ast.Call(args=values)):
+                pass
+            case ast.Call(func=ast.Attribute(attr="warn" | "warning" | "info" | "error"), args=values):
+                pass
+            case _:
+                continue
+        for value in values:
+            parts = value.values if isinstance(value, ast.JoinedStr) else [value]
+            texts = [part.value if isinstance(part, ast.Constant) else "CODE" for part in parts]
+            if all(isinstance(text, str) for text in texts):
+                yield "".join(texts)
+
+
+def test_messages():
+    """No sentence of an error, a warning or a log line has over 40 words, or a pattern of the rules."""
+    modules = [module for folder in SOURCES.values() for module in folder.rglob("*.py")]
+    messages = {text: module.name for module in modules for text in read_messages(module.read_text(encoding="utf-8"))}
+    assert len(messages) > 500
+    assert {messages[text]: found for text in messages if (found := find_faults(text))} == {}
+
+
+def test_a_fault_of_a_message_is_found():
+    """A fault is found in an error with a value and in a log line."""
+    source = 'raise ValueError(f"What {name} wants cannot be had.")\nlogger.warning("What cannot be had.")\n'
+    assert [len(find_faults(text)) for text in read_messages(source)] == [2, 2]
+
+
 def test_every_public_name_has_a_docstring():
     """Each public module, class, function and member has a docstring, which the reference and `help` show."""
     assert [name for name, text in public_docstrings() if not text] == []
