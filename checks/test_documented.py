@@ -7,6 +7,7 @@ They read the sources, and import no package. `docs/test_prose.py` checks that e
 import ast
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -87,3 +88,23 @@ def test_figures():
         denominator, section = re.fullmatch(r"\[(.+)\]\(benchmarks/RESULTS.md#(.+)\)", figure).groups()
         assert denominator in rows[section]
         assert "by hand" in denominator or denominator == "verl"
+
+
+def test_length():
+    """All pages together have at most 55,000 words, the README 110 lines, and the README of a package 150 words."""
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    words = {page: len((ROOT / page).read_text(encoding="utf-8").split()) for page in listed.split()}
+    assert sum(words.values()) <= 55_000
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
+    assert {page: count for page, count in words.items() if re.match("packages/.*/README", page) and count > 150} == {}
+
+
+def test_examples():
+    """No example imports another one, or a test."""
+    examples = sorted(ROOT.glob("examples/*.py"))
+    modules = {path.stem for path in examples} | {"conftest", "pytest"}
+    for path in examples:
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert imported & modules == set(), path.name
