@@ -65,10 +65,10 @@ def import_name(name: str) -> str:
     return f"fairlead_{name.replace('-', '_')}"
 
 
-def read_blocks(name: str, language: str) -> list[str]:
-    """Return the code blocks of a language in a package's README."""
-    readme = (ROOT / "packages" / name / "README.md").read_text(encoding="utf-8")
-    return [block.split("```")[0] for block in readme.split(f"```{language}\n")[1:]]
+def read_blocks(page: str, language: str) -> list[str]:
+    """Return the code blocks of a language on a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [block.split("```")[0] for block in text.split(f"```{language}\n")[1:]]
 
 
 def install(session: nox.Session, *what: str) -> None:
@@ -240,7 +240,7 @@ def wheels(session: nox.Session) -> None:
         # uv may have wheels of this version from an earlier run of the session.
         fresh = [f"--refresh-package=fairlead-{one}" for one in SIBLINGS]
         session.run(*command, *fresh, f"fairlead-{name}", env=INSTALL_ENV)
-        (folder / "example.py").write_text(read_blocks(name, "python")[0], encoding="utf-8")
+        (folder / "example.py").write_text(read_blocks(f"packages/{name}/README.md", "python")[0], encoding="utf-8")
         own = {**RAY_ENV, **UV_ENV, "FAIRLEAD_VENV_DIR": str(folder / "venvs")}
         with session.chdir(folder):
             session.run(python, str(ROOT / "scripts/import_all.py"), import_name(name), external=True)
@@ -386,12 +386,11 @@ def demo(session: nox.Session) -> None:
     session.run("python", "examples/train_digits.py", *session.posargs, env=EXAMPLE_ENV)
 
 
-# The scripts of the examples with the options that shorten them. `ci` runs the first two.
+# The scripts of the examples with the options that shorten them. `ci` runs the first three.
 EXAMPLES = {
-    "survive": ("survive.py", "--steps", "120"),
-    "async_grpo": ("async_grpo.py", "--steps", "4", "--kill", "--dp", "1"),
-    "demo_torch": ("train_digits_torch.py", "--epochs", "2"),
-    "elastic": ("elastic.py",),
+    "ddp": ("ddp.py",),
+    "colocated": ("colocated.py",),
+    "async_ledger": ("async_ledger.py",),
     "grpo": ("grpo.py", "--steps", "5"),
     "hang": ("hung_job.py", "--why"),
     "hang_train": ("hung_ray_train.py", "--why"),
@@ -401,16 +400,16 @@ EXAMPLES = {
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Run the examples in which a worker and a driver are killed; `nox -s examples -- all` runs the others, shortened.
+    """Run the three short examples; `nox -s examples -- all` runs the others, shortened.
 
     `nox -s examples -- grpo --steps 20` runs one with your options.
     """
     known = list(EXAMPLES)
     name, *options = session.posargs or [""]
-    chosen = {"": known[:2], "all": known[2:]}.get(name, [name])
+    chosen = {"": known[:3], "all": known[3:]}.get(name, [name])
     if unknown := set(chosen) - EXAMPLES.keys():
         session.error(f"there is no example {', '.join(unknown)}; there are {', '.join(known)}")
-    needed = group("examples") if name else ("torch", "transformers", "matplotlib", "scikit-learn")
+    needed = group("examples") if name else ("torch",)
     install(session, *map(package, SIBLINGS), *needed)
     for script, *shortened in (EXAMPLES[one] for one in chosen):
         session.run("python", f"examples/{script}", *(shortened if name in ("", "all") else options), env=EXAMPLE_ENV)
@@ -493,7 +492,7 @@ def docs(session: nox.Session) -> None:
     """Build the documentation (build/site/index.html), warnings as errors, and run its examples."""
     install(session, *map(package, SIBLINGS), "torch", *group("docs"), *PYTEST)
     session.run("sphinx-build", "--fail-on-warning", "--keep-going", "-q", "-c", "docs", ".", "build/site")
-    run_tests(session, "docs/test_pages.py", *session.posargs)
+    run_tests(session, "docs/test_site.py", "docs/test_pages.py", *session.posargs)
 
 
 @nox.session
@@ -511,9 +510,9 @@ def release(session: nox.Session) -> None:
 
 @nox.session
 def vendor(session: nox.Session) -> None:
-    """Copy fairlead-sharding into another project as its README says, and run that project's tests and its own."""
+    """Copy fairlead-sharding into another project as its guide says, and run that project's tests and its own."""
     install(session, "hatchling", "pip", "numpy", *test_requirements("sharding"))
-    copy, fetch = read_blocks("sharding", "sh")
+    (copy,) = read_blocks("docs/guides/sharding.md", "sh")
     project = make_folder(session, "project")
     shutil.copytree(ROOT / "examples" / "vendored", project, dirs_exist_ok=True)
     (project / "src" / "halo" / "_vendor").mkdir()
@@ -523,11 +522,6 @@ def vendor(session: nox.Session) -> None:
     session.run("pytest", str(project / "tests"))
     with session.chdir(copy_tests(session, "sharding")):
         session.run("pytest", "packages", *session.posargs, env={"SHARDING_UNDER_TEST": "halo._vendor.sharding"})
-
-    dist = build_wheels(session, "sharding")["sharding"].parent
-    with session.chdir(make_folder(session, "fetched")):
-        session.run("sh", "-euc", fetch, env={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(dist)}, external=True)
-        session.run("python", "-c", "from host._vendor.fairlead_sharding import NamedSharding as it; it([0], ['dp'])")
 
 
 @nox.session

@@ -63,7 +63,7 @@ def test_commands(page):
                 assert (ROOT / file).is_file(), command
                 runners = (ROOT / "noxfile.py", *Path(__file__).parent.glob("test_*.py"))
                 assert any(Path(file).name in runner.read_text() for runner in runners), command
-            case _ if page == "packages/sharding/README.md":
+            case _ if page == "docs/guides/sharding.md":
                 # The session `vendor` runs all shell blocks of that page.
                 assert "cp -r" in command or command.startswith("cp "), command
             case _:

@@ -7,6 +7,7 @@ They read the sources, and import no package. `docs/test_prose.py` checks that e
 import ast
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,18 +39,15 @@ def test_reference(folder):
     assert read_exports(folder) - {*entries} == set()
 
 
-def test_errors():
-    """Troubleshooting has a section for each public error, with its cause and its remedy."""
-    page = read("troubleshooting.md")
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
-    exceptions = set(re.findall(r"autoexception:: (?:\w+\.)?(\w+)$", "\n".join(map(read, list_reference())), re.M))
-    public = {name for folder in FOLDERS for name in read_exports(folder)}
-    assert sorted(sections) == sorted(exceptions & public)
-    assert [name for name, text in sections.items() if not {"**Cause:**", "**Remedy:**"} <= {*text.split()}] == []
-
-
-def list_reference() -> list[str]:
-    return [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs/reference").rglob("*.md")]
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_errors(folder):
+    """The page of errors of a package has a row for each public error, which says when it is raised and what to do."""
+    pages = [*(ROOT / f"docs/reference/{folder.parents[1].name}").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    errors = set(re.findall(r"autoexception:: (?:\w+\.)?(\w+)$", text, re.MULTILINE)) & read_exports(folder)
+    rows = re.findall(r"^\| (`\w+Error`[^|]*) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+Error)`", row[0])}
+    assert errors - listed == set()
 
 
 def test_variables():
@@ -72,3 +70,41 @@ def test_hardware():
     spec.loader.exec_module(module)
     rows = "".join(f"| {row.what} | {row.needs} | {row.passed_on} |\n" for row in module.ROWS)
     assert f"| needs | passed on |\n|---|---|---|\n{rows}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_figures():
+    """Each figure of the README is against a row of the results that is hand-written, or is a peer's own."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", results, re.MULTILINE | re.DOTALL)
+    rows = {
+        title.lower().replace(" ", "-"): {line.split("|")[1].strip() for line in text.splitlines() if line[:2] == "| "}
+        for title, text in sections
+    }
+    figures = re.findall(r"^\| [^|]+ \| (?:as fast|[\d.]+(?:x| %) (?:slower|faster)) \| (.+) \|$", readme, re.MULTILINE)
+    assert figures
+    assert len(re.findall(r"\d(?:x| %) (?:slower|faster)| ms\b", readme)) <= len(figures), "a figure stands elsewhere"
+    for figure in figures:
+        denominator, section = re.fullmatch(r"\[(.+)\]\(benchmarks/RESULTS.md#(.+)\)", figure).groups()
+        assert denominator in rows[section]
+        assert "by hand" in denominator or denominator == "verl"
+
+
+def test_length():
+    """All pages together have at most 55,000 words, the README 110 lines, and the README of a package 150 words."""
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    words = {page: len((ROOT / page).read_text(encoding="utf-8").split()) for page in listed.split()}
+    assert sum(words.values()) <= 55_000
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
+    assert {page: count for page, count in words.items() if re.match("packages/.*/README", page) and count > 150} == {}
+
+
+def test_examples():
+    """No example imports another one, or a test."""
+    examples = sorted(ROOT.glob("examples/*.py"))
+    modules = {path.stem for path in examples} | {"conftest", "pytest"}
+    for path in examples:
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert imported & modules == set(), path.name

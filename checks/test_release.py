@@ -17,7 +17,8 @@ INIT = "packages/placement/src/fairlead_placement/__init__.py"
 @pytest.fixture
 def tree(tmp_path):
     """A tree with one package at version 0.1.2, which has unreleased changes."""
-    for file in ("pyproject.toml", ".github/CODEOWNERS", "packages/placement/pyproject.toml", *FILES):
+    pages = "README.md", "docs/getting-started.md"
+    for file in ("pyproject.toml", ".github/CODEOWNERS", "packages/placement/pyproject.toml", *pages, *FILES):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / INIT).parent.mkdir(parents=True)
@@ -68,13 +69,15 @@ def test_addresses(tree):
     root.write_text(
         re.sub(r"^repository = .*$", 'repository = "https://github.com/me/mine"', root.read_text(), flags=re.M)
     )
-    assert "packages/placement/pyproject.toml, .github/CODEOWNERS: run scripts/urls.py" in run(tree, "urls", "--check")
+    found = run(tree, "urls", "--check")
+    assert "packages/placement/pyproject.toml, .github/CODEOWNERS, README.md, docs/getting-started.md: run" in found
     assert run(tree, "urls") == ""
     assert run(tree, "urls", "--check", "https://github.com/me/mine") == ""
     assert "names https://github.com/me/mine, but this is" in run(tree, "urls", "--check", "https://github.com/you/it")
     package = (tree / "packages/placement/pyproject.toml").read_text()
     assert 'Source = "https://github.com/me/mine/tree/main/packages/placement"\n' in package
     assert 'Documentation = "https://me.github.io/mine/packages/placement/README.html"\n' in package
+    assert "git clone https://github.com/me/mine && cd mine\n" in (tree / "README.md").read_text()
     assert "@me/" in (tree / ".github/CODEOWNERS").read_text()
 
 

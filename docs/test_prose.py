@@ -139,6 +139,37 @@ def test_docstrings():
     assert faults == {}
 
 
+def read_messages(source: str) -> Iterator[str]:
+    """Yield the texts of errors, warnings and log lines of a module, with CODE for their values."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Raise(exc=ast.Call(args=values)):
+                pass
+            case ast.Call(func=ast.Attribute(attr="warn" | "warning" | "info" | "error"), args=values):
+                pass
+            case _:
+                continue
+        for value in values:
+            parts = value.values if isinstance(value, ast.JoinedStr) else [value]
+            texts = [part.value if isinstance(part, ast.Constant) else "CODE" for part in parts]
+            if all(isinstance(text, str) for text in texts):
+                yield "".join(texts)
+
+
+def test_messages():
+    """No sentence of an error, a warning or a log line has over 40 words, or a pattern of the rules."""
+    modules = [module for folder in SOURCES.values() for module in folder.rglob("*.py")]
+    messages = {text: module.name for module in modules for text in read_messages(module.read_text(encoding="utf-8"))}
+    assert len(messages) > 500
+    assert {messages[text]: found for text in messages if (found := find_faults(text))} == {}
+
+
+def test_a_fault_of_a_message_is_found():
+    """A fault is found in an error with a value and in a log line."""
+    source = 'raise ValueError(f"What {name} wants cannot be had.")\nlogger.warning("What cannot be had.")\n'
+    assert [len(find_faults(text)) for text in read_messages(source)] == [2, 2]
+
+
 def test_every_public_name_has_a_docstring():
     """Each public module, class, function and member has a docstring, which the reference and `help` show."""
     assert [name for name, text in public_docstrings() if not text] == []
@@ -191,3 +222,41 @@ def lint(config: Path, files: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout
+
+
+DENIAL = re.compile(
+    r"\b(?:Fairlead|There|It|The package|A link|A group) (?:has no|have no|is no|are no|lacks|"
+    r"(?:does|do) not (?:have|support|offer|provide)|cannot) ([^.;:]+)"
+)
+
+
+def read_topics(text: str) -> set[str]:
+    """Return the subjects of a page, in lower case: its headings and its entries of the index."""
+    entries = [one for line in re.findall(r"^```\{index\} (.*)$", text, re.MULTILINE) for one in line.split(",")]
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[`!?]", "", one).strip().lower() for one in [*entries, *headings]}
+
+
+def find_denials(pages: dict[str, str]) -> list[tuple[str, str, str]]:
+    """Return each page that says that Fairlead lacks something, with its subject and a page that describes that."""
+    topics = {topic: page for page, text in pages.items() for topic in read_topics(text)}
+    return [
+        (page, topic, topics[topic])
+        for page, text in pages.items()
+        for paragraph in read_paragraphs(text)
+        for denied in DENIAL.findall(paragraph)
+        for topic in topics
+        if re.search(rf"\b{re.escape(topic)}\b", denied.replace("CODE", "").lower()) and topics[topic] != page
+    ]
+
+
+def test_no_page_denies_what_another_describes():
+    """No page says that Fairlead lacks what a heading or an entry of the index of another page names."""
+    assert find_denials({page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}) == []
+
+
+def test_a_denial_is_found():
+    """A page that denies what another page describes is found, and one that denies something else is not."""
+    pages = {"a.md": "Fairlead has no restart of workers.", "b.md": "```{index} ! restart, ! resize\n```\n"}
+    assert find_denials(pages) == [("a.md", "restart", "b.md")]
+    assert find_denials({**pages, "a.md": "Fairlead has no algorithm."}) == []

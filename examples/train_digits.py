@@ -3,8 +3,7 @@
 
 Batches are sharded over `dp`, and the hidden layer is split over `tp`. Each step reduces over both axes: it sums
 activations over `tp`, and averages gradients over `dp`. The driver passes the call that produces the parts to the call
-that reduces them, so it neither waits for them nor fetches them. `train_digits_torch.py` trains the same model with
-torch.distributed.
+that reduces them, so it neither waits for them nor fetches them.
 
     python examples/train_digits.py --dp 2 --tp 2 --epochs 30
 """

@@ -3,7 +3,7 @@
 
 Each row is one function of an original system at the commit that docs/migration.md names, with its parameters in order
 and their defaults. Fairlead's function must accept the same parameters by keyword and in the same order. `DIFFERENT`
-lists the intended differences, and docs/migration.md gives the reasons.
+lists the intended differences, as docs/migration.md does.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the address of the repository, from `[tool.fairlead]` of the root's pyproject.toml, to files that repeat it.
 
-urls.py             write `[project.urls]` of each package, and CODEOWNERS
+urls.py             write `[project.urls]` of each package, CODEOWNERS, and the commands that clone the repository
 urls.py --check     fail if one of them would change
 urls.py --check https://github.com/OWNER/NAME   fail too if that is not the address
 """
@@ -35,12 +35,20 @@ def write_owners(text: str) -> str:
     return re.sub(r"@[\w-]+/", f"@{OWNER}/", text)
 
 
+def write_clone(text: str) -> str:
+    """Return a page with the address in the command that clones the repository."""
+    return re.sub(r"git clone \S+ && cd \S+", f"git clone {REPOSITORY} && cd {NAME}", text)
+
+
 def main(arguments: list[str]) -> None:
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
     written = {path: write_urls(path.parent.name, text) for path, text in texts.items()}
     owners = ROOT / ".github/CODEOWNERS"
     texts[owners] = owners.read_text(encoding="utf-8")
     written[owners] = write_owners(texts[owners])
+    for page in (ROOT / "README.md", ROOT / "docs/getting-started.md"):
+        texts[page] = page.read_text(encoding="utf-8")
+        written[page] = write_clone(texts[page])
     changed = [path for path, text in written.items() if text != texts[path]]
     match arguments:
         case ["--check", *expected]:

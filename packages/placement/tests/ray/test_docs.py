@@ -30,18 +30,11 @@ def test_examples_in_docstrings(name, monkeypatch):
     assert results.attempted == text.count("    >>> ") + text.count("\n>>> ")
 
 
-def without_ids(text):
-    """Remove addresses and node ids, which differ, and with them the widths of columns."""
-    text = re.sub(r"[\d.]+ \([0-9a-f]{6}\)", "ADDRESS (ID)", text)
-    return re.sub(r" +", " ", re.sub(r"─+", "─", text)).strip()
-
-
 @pytest.mark.smoke
 def test_readme(run_script):
     """The example of the README runs as a script and prints what the README shows."""
     text = README.read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    shown, refusal = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
+    (shown,) = re.findall(r"print\(.*\)  # (.*)\n", example)
     # Always a new Ray, even if one runs on this machine.
-    assert without_ids(run_script(example, RAY_ADDRESS="local")) == without_ids(shown)
-    assert refusal.startswith(fairlead_placement.PlacementTimeoutError.__name__)
+    assert run_script(example, RAY_ADDRESS="local").splitlines()[-1] == shown

@@ -40,7 +40,7 @@ class LedgerSource:
         args: the arguments of the framework.
         reader: the framework's own data source, of which only the dataset is used.
         sample: the framework's class of samples.
-        config: the rules of the ledger, but for the sizes that the arguments have.
+        config: the settings of the ledger, except for the sizes that the arguments have.
 
     Attributes:
         ledger: the ledger; the prompt id of a group is its `group_index`.

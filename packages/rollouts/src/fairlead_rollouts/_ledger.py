@@ -35,7 +35,7 @@ class Ledger(Transitions):
     longer lists them. One process uses a file at a time, and none that it forks.
 
     Args:
-        config: the rules.
+        config: the group size, the bound on staleness and the other settings of the ledger.
         source: where prompts come from, or a sequence of them.
         file: a file for the state between checkpoints; None for none.
         checkpoints: whether trained groups wait for `commit`. Without, they are applied when they are trained.
@@ -162,7 +162,7 @@ class Ledger(Transitions):
         """Return a ledger for a job that has trained some steps without one.
 
         Args:
-            config: the rules.
+            config: the group size, the bound on staleness and the other settings of the ledger.
             source: where prompts come from.
             step: the last step that was trained.
             version: the version of its weights.
@@ -199,7 +199,7 @@ class Ledger(Transitions):
         numbers will mean other weights.
 
         Args:
-            config: the rules; `group_size` must be as before.
+            config: the settings of the ledger; `group_size` must be as before.
             source: the same source as before. Its state is restored.
             step: the last step that the checkpoint contains.
             version: the version of its weights.

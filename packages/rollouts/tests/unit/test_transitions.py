@@ -60,7 +60,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("before", "call", "after", "reason"), ROWS)
 def test_table(make_ledger, finish, releases, tmp_path, before, call, after, reason):
-    """Each row of the table in the README, and what it releases."""
+    """Each row of the table in the guide, and what it releases."""
     ledger = make_ledger(checkpoints=True, on_stale="requeue")
     lease = bring(ledger, finish, tmp_path, before)
     assert ledger.state(0) == before

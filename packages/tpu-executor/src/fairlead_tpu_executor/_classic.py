@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the original executor, over pools: `RayExecutor`, its decorators, and the two managers."""
+"""The names of eray, over pools: `RayExecutor`, its decorators, and the two managers."""
 
 import contextlib
 import copy

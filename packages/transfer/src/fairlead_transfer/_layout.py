@@ -46,10 +46,10 @@ class Layout:
     A scalar has the shape `()` and boxes of one dim, with offset 0 and length 1 or 0.
 
     Attributes:
-        shape: as given.
-        offsets: as given, read-only.
-        sizes: as given, read-only.
-        itemsize: as given.
+        shape: the global shape of the tensor.
+        offsets: the first index of each rank's box in each dim, as a read-only array.
+        sizes: the lengths of the boxes, as a read-only array.
+        itemsize: bytes of one element.
 
     Raises:
         TypeError, ValueError: a box that is outside the tensor, or arrays of another shape.

@@ -39,7 +39,8 @@ class Link:
         target_group: the group that gets them; may be the same group.
         source: the name of a method of the source workers that returns a dict from name to local tensor: numpy arrays
             and torch tensors, which each rank holds as a whole, DTensors, or `LocalTensor` objects.
-        target: the same for the target workers. The tensors are overwritten in place.
+        target: the name of a method of the target workers that returns such a dict. Its tensors are overwritten in
+            place.
         apply: instead of `target`, a method of the target workers that takes whole tensors, `{name: tensor}`,
             in several calls.
         chunk_bytes: the most bytes of tensors in one call of `apply`; a larger tensor is a call by itself.
@@ -55,7 +56,7 @@ class Link:
             On asyncio workers it is called while other methods run, and the commit waits for their end.
         pauses: whether `before_commit` makes the worker quiet, so that the commit does not wait for the methods that
             run: an engine that keeps its requests open, and touches no tensors until `after_commit`.
-        after_commit: the same, afterwards.
+        after_commit: a method of the target workers without arguments that runs after the tensors are overwritten.
 
     Raises:
         TypeError, ValueError, AttributeError: a bad argument, or a method that does not exist; nothing has been sent.

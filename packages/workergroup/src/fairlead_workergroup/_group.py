@@ -97,8 +97,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     `shutdown`.
 
     Attributes:
-        cluster: as given.
-        name_prefix: the first part of the workers' names; the class's name if none was given.
+        cluster: where the workers run: a `RayVirtualCluster` or a sequence of slots.
+        name_prefix: the first part of the workers' names; the name of the class by default.
     """
 
     def __init__(

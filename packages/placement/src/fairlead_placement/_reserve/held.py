@@ -97,7 +97,7 @@ class Holding:
         """Raise if a shutdown has begun since there were so many."""
         if self._shutdowns != shutdowns:
             raise PlacementError(
-                f"The cluster {self.request.name!r} was shut down in the meantime. What was taken since is released: "
+                f"The cluster {self.request.name!r} was shut down in the meantime, and holds nothing: "
                 "reserve the cluster and try again."
             )
 

@@ -286,7 +286,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     def get_results(
         self, worker_group: ResultFetcher | None = None, return_generators_as_proxies: bool = False
     ) -> list[Any]:
-        """Return what `result` fetches, always as a flat list; compatible with the original system.
+        """Return what `result` fetches, always as a flat list; compatible with NeMo RL.
 
         Args:
             worker_group: not needed, because a call knows its group.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The members of the original system, on top of the planning and sending of every call."""
+"""The members of NeMo RL's worker group, on top of the planning and sending of every call."""
 
 import time
 from asyncio import _get_running_loop
@@ -18,7 +18,7 @@ from .view import AddressedWorkers, Target
 
 
 class ClassicCalls(AddressedWorkers):
-    """The members of the original system. The group sets `_classic_futures`, the futures that the methods return."""
+    """The members of NeMo RL's worker group. The group sets `_classic_futures`, the futures that the methods return."""
 
     _classic_futures: ClassicFutures
 
@@ -33,7 +33,7 @@ class ClassicCalls(AddressedWorkers):
         return [place.rank for place in self._target.core.roster.now.places if place.tied_rank == 0]
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
-        """Return the rank of the first worker of a tied group; compatible with the original system.
+        """Return the rank of the first worker of a tied group; compatible with NeMo RL.
 
         Raises:
             IndexError: there is no such tied group.
@@ -46,7 +46,7 @@ class ClassicCalls(AddressedWorkers):
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
     ) -> ObjectRef[Any]:
-        """Call a method of one worker, as the original system does; new code uses `call`.
+        """Call a method of one worker, as NeMo RL does; new code uses `call`.
 
         Args:
             method_name: the method's name.
@@ -80,7 +80,7 @@ class ClassicCalls(AddressedWorkers):
     def run_all_workers_single_data(
         self, method_name: str, *args: Any, run_rank_0_only_axes: Axes = None, **kwargs: Any
     ) -> list[ObjectRef[Any]]:
-        """Call a method of all workers with the same arguments, as the original system does; new code uses `call`.
+        """Call a method of all workers with the same arguments, as NeMo RL does; new code uses `call`.
 
         Args:
             method_name: the method's name.
@@ -107,7 +107,7 @@ class ClassicCalls(AddressedWorkers):
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Sequence[Any],
     ) -> list[ObjectRef[Any]]:
-        """Call a method of all workers, each with its own arguments, as the original does; new code uses `call`.
+        """Call a method of all workers, each with its own arguments, as NeMo RL does; new code uses `call`.
 
         Args:
             method_name: the method's name.
@@ -133,7 +133,7 @@ class ClassicCalls(AddressedWorkers):
         plan = plan_call(target.mesh, first_along=run_rank_0_only_axes)
 
         def column(values: Any) -> Column:
-            # Unlike `PerWorker`, the original accepts a pandas Series, which has keys.
+            # Unlike `PerWorker`, NeMo RL accepts a pandas Series, which has keys.
             is_series = hasattr(values, "keys") and not isinstance(values, Mapping)
             return column_per_worker(list(values) if is_series else values, len(plan.called))
 
@@ -150,7 +150,7 @@ class ClassicCalls(AddressedWorkers):
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Call:
-        """Call a method of workers with the pieces at their coordinates, as the original does; new code uses `call`.
+        """Call a method of workers with the pieces at their coordinates, as NeMo RL does; new code uses `call`.
 
         Args:
             method_name: the method's name.

@@ -39,7 +39,7 @@ class ResultFetcher(Protocol):
 
 @dataclass
 class MultiWorkerFuture:
-    """The futures of one call to several workers; compatible with the original system.
+    """The futures of one call to several workers; compatible with NeMo RL.
 
     Attributes:
         futures: one future for each called worker. The future of a worker that does not return a result holds None.

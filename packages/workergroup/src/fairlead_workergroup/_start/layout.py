@@ -22,7 +22,7 @@ def lay_out(
 ) -> tuple[Place, ...]:
     """Assign a slot to each rank, in the physical order of the slots, or in the order of `bundle_indices_list`.
 
-    With `bundle_indices_list`, `workers_per_node` has no effect, as in the original system.
+    With `bundle_indices_list`, `workers_per_node` has no effect, as in NeMo RL.
     """
     if not slots:
         raise ValueError("a worker group needs at least one slot, got none")

@@ -44,7 +44,7 @@ _OURS_IN_ENV = ("conda", "container", "env_vars", "image_uri", "pip", "py_execut
 def recursive_merge_options(default_options: Mapping[str, Any], extra_options: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two sets of Ray options: dicts are merged deeply, other values are replaced by those of `extra_options`.
 
-    Compatible with the original system. Neither input is changed. A `_nsight` entry at the top of `runtime_env` becomes
+    Compatible with NeMo RL. Neither input is changed. A `_nsight` entry at the top of `runtime_env` becomes
     `nsight`, Ray's own name.
 
     >>> recursive_merge_options({"runtime_env": {"env_vars": {"A": "1"}}}, {"runtime_env": {"env_vars": {"B": "2"}}})
