@@ -22,8 +22,8 @@ from .sockets import Gone, Late, close, fill, join, read, run
 REQUEST = "!16sQQ"
 # The generation that is sent; 0 if the segment has another one, or is not there.
 REPLY = "!Q"
-# The number of a process that connects to read segments.
-READER = (1 << 32) - 1
+# A process that connects to read segments, for any transfer.
+READER = (1 << 32) - 1, 0
 
 
 def serve(connection: socket.socket, segments: Segments) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from .._descriptions import TRAVELLING
 from .._remote.segment import ENDED, Segments, Unread
 from .._remote.server import READER, serve
-from .._remote.sockets import Listener, close
+from .._remote.sockets import Caller, Listener, close
 from ._buckets import BucketShape, Packer, Part, Unpacker, digest
 from ._intake import Intake
 from ._members import Membership, Ports, describe
@@ -50,6 +50,7 @@ class WeightEngine:
         self._arrivals: Arrivals = queue.SimpleQueue()
         self._release: Any = None
         self._current: tuple[Any, ...] = ()  # what the transfer that runs has open
+        self._transfers = 0  # which have begun since this process has its place
 
     def prepare(self) -> dict[str, Any]:
         """Begin a transfer.
@@ -66,16 +67,16 @@ class WeightEngine:
         if self._ports is None:
             raise ValueError("Call prepare() of the engine before it joins a transfer.")
         self._shape = BucketShape.fit(self.bucket_size, membership.senders)
-        ports, self._ports, self._me = self._ports, None, membership
+        ports, self._ports, self._me, self._transfers = self._ports, None, membership, 0
         if membership.listens:
             self._offered = offered = [Segments()]
-            self._arrivals = arrivals = queue.SimpleQueue[tuple[int, socket.socket]]()
+            self._arrivals = arrivals = queue.SimpleQueue[tuple[Caller, socket.socket]]()
 
-            def take(number: int, connection: socket.socket) -> None:
-                if number == READER:
+            def take(caller: Caller, connection: socket.socket) -> None:
+                if caller == READER:
                     serve(connection, offered[0])
                 else:
-                    arrivals.put((number, connection))
+                    arrivals.put((caller, connection))
 
             listener = Listener(ports.take(membership.addresses[membership.number]), membership.secret, take)
             # Its threads would keep the port open after an engine that nobody finalizes.
@@ -121,7 +122,8 @@ class WeightEngine:
     def _transferring(self, version: int | None, memory: Segments | Intake) -> Iterator[Transfer]:
         """Begin a transfer with this memory; at the end give everything back, and tell the others of an error."""
         assert self._me is not None
-        transfer = Transfer(self._me, version, self._timeout)
+        self._transfers += 1
+        transfer = Transfer(self._me, self._transfers, version, self._timeout)
         self._drop()
         self._current = mine = transfer, memory
         try:
