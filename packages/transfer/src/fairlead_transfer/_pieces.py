@@ -25,7 +25,6 @@ class PieceTable:
         starts: the first index of each piece in each dim of the tensor.
         sizes: the lengths of the pieces.
         senders: for each tensor and piece, the source rank that sends it.
-        local: whether the receiver's own process holds the piece, so that nothing travels.
         via: the target rank for which the piece crosses to the receiver's node, if that is another one; else -1.
         missing: the number of elements of target boxes that no source rank holds.
     """
@@ -34,7 +33,6 @@ class PieceTable:
     starts: Ints
     sizes: Ints
     senders: Ints
-    local: npt.NDArray[np.bool_]
     via: Ints
     missing: int = 0
 
@@ -69,44 +67,34 @@ def make_pieces(
     *,
     source_nodes: Ints,
     target_nodes: Ints,
-    same_processes: bool,
     load: npt.NDArray[np.float64],
     tensors: int = 1,
 ) -> PieceTable:
-    """Return the pieces of `tensors` tensors of these layouts, and add the bytes of each sender to `load`.
-
-    With `same_processes`, source rank i and target rank i are one process.
-    """
+    """Return the pieces of `tensors` tensors of these layouts, and add the bytes of each sender to `load`."""
     grid = _Grid(source, target)
     (box, cell), (wanted_box, wanted_cell) = map(grid.find_cells, grid.corners)
     held = np.unique(cell)
     found = np.isin(wanted_cell, held)
-    missing = int(grid.volumes(wanted_cell[~found]).sum())
+    missing = int(grid.boxes(wanted_cell[~found])[1].prod(axis=1).sum())
     wanted_box, wanted_cell = wanted_box[found], wanted_cell[found]
 
     cells, at = np.unique(wanted_cell, return_inverse=True)
     holders, set_of_cell = _holder_sets(box, cell, cells, grid.sources)
     # A row for each target rank and each cell that it wants.
-    rows = np.repeat(np.arange(len(wanted_box)), grid.targets.lengths[wanted_box])
-    first = np.repeat(np.cumsum(grid.targets.lengths[wanted_box]) - grid.targets.lengths[wanted_box], _counts(rows))
+    counts = grid.targets.lengths[wanted_box]
+    rows = np.repeat(np.arange(len(wanted_box)), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
     receivers = grid.targets.ranks[grid.targets.begins[wanted_box[rows]] + np.arange(len(rows)) - first]
     at = at[rows]
     sets, nodes = set_of_cell[at], target_nodes[receivers]
     starts, sizes = grid.boxes(cells[at])
     weights = sizes.prod(axis=1, dtype=np.int64) * source.itemsize
 
-    local = np.zeros(len(at), bool)
-    if same_processes:
-        local = _contains(holders, sets, receivers, source.ranks)
     near, near_of_row = _sets_on_nodes(holders, sets, nodes, source_nodes)
-    is_near = ~local & (near_of_row >= 0)
-    is_far = ~local & (near_of_row < 0)
-
-    senders = np.tile(receivers, (tensors, 1))
+    senders = np.empty((tensors, len(at)), np.int64)
     via = np.full(len(at), -1, np.int64)
-    direct = np.flatnonzero(is_near)
+    direct, far = np.flatnonzero(near_of_row >= 0), np.flatnonzero(near_of_row < 0)
     senders[:, direct] = _spread(near.sorted_by(load), near_of_row[direct], weights[direct], load, tensors)
-    far = np.flatnonzero(is_far)
     if far.size:
         # A cell crosses to a node for one of its ranks, a different one for each cell; the others have it from there.
         keys, of_row = np.unique(at[far] * (nodes.max() + 1) + nodes[far], return_inverse=True)
@@ -117,7 +105,7 @@ def make_pieces(
         senders[:, far] = chosen[:, of_row]
         via[far] = receivers[primary][of_row]
         via[primary] = -1
-    return PieceTable(receivers, starts, sizes, senders, local, via, missing)
+    return PieceTable(receivers, starts, sizes, senders, via, missing)
 
 
 class _Grid:
@@ -174,17 +162,6 @@ class _Grid:
             sizes[:, dim] = edges[index + 1] - edges[index] if len(edges) else 0
         return starts, sizes
 
-    def volumes(self, cells: Ints) -> Ints:
-        """Return the number of elements of cells."""
-        volumes: Ints = self.boxes(cells)[1].prod(axis=1, dtype=np.int64)
-        return volumes
-
-
-def _counts(rows: Ints) -> Ints:
-    """Return how often each number occurs in sorted numbers 0 to n, without those that do not occur."""
-    counts = np.bincount(rows)
-    return counts[counts > 0]
-
 
 def _holder_sets(box: Ints, cell: Ints, cells: Ints, sources: Sets) -> tuple[Sets, Ints]:
     """Return sets of source ranks, and the number of the set that holds each of `cells`, which ascend.
@@ -214,12 +191,6 @@ def _holder_sets(box: Ints, cell: Ints, cells: Ints, sources: Sets) -> tuple[Set
             begins.append(begins[-1] + len(together))
         set_of_cell[at] = numbers[boxes]
     return Sets(np.array(begins, np.int64), np.concatenate(ranks)), set_of_cell
-
-
-def _contains(holders: Sets, sets: Ints, ranks: Ints, count: int) -> npt.NDArray[np.bool_]:
-    """Return whether each set contains a rank."""
-    owner = np.repeat(np.arange(len(holders.lengths)), holders.lengths)
-    return np.isin(sets * count + ranks, owner * count + holders.ranks)
 
 
 def _sets_on_nodes(holders: Sets, sets: Ints, nodes: Ints, source_nodes: Ints) -> tuple[Sets, Ints]:

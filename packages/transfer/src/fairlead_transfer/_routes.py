@@ -8,18 +8,11 @@ from typing import Any, Literal
 from ._descriptions import Selection, Tensors, check_dtypes, read_side, with_ranks
 from ._layout import Layout
 from ._plan import TransferPlan, find_mismatches, reshard
-from ._report import TransferExplanation
 from ._side import Side
 from ._tasks import Tasks, make_tasks
 from .exceptions import LayoutMismatchError
 
 Transport = Literal["auto", "object_store"]
-
-REASONS = {
-    "shared_memory": "the ranks are on one node",
-    "tcp": "the ranks are on different nodes",
-    "object_store": "the link has transport='object_store'",
-}
 
 
 @dataclass(frozen=True)
@@ -88,11 +81,6 @@ class Router:
         held = self._read(replicas, good)
         wanted = with_ranks(self._read(self._target, ranks), ranks)
         return self._route(replicas, held, wanted, ranks)
-
-    def explain(self, route: Route) -> TransferExplanation:
-        """Describe a route for people."""
-        transports = route.tasks.transports
-        return TransferExplanation(route.plan, transports, {kind: REASONS[kind] for kind in transports.values()})
 
     def _read(self, side: Side, ranks: Collection[int], *, renamed: bool = False) -> Tensors:
         described = [side.ends[member.rank].described if member.rank in ranks else None for member in side.members]

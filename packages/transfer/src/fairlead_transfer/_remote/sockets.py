@@ -213,9 +213,8 @@ def _tune(connection: socket.socket) -> None:
     """Send messages without delay, and notice a host that is gone within about ten seconds while nothing is sent."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # macOS has not all of them
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in ((socket.TCP_KEEPIDLE, 4), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def shut(connection: socket.socket) -> None:

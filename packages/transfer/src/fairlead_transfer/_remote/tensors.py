@@ -4,7 +4,6 @@
 numpy and torch have the same few operations under other names; a worker may lack either.
 """
 
-import ctypes
 import importlib
 import math
 import sys
@@ -48,10 +47,6 @@ class NumpyLibrary:
         """Return where a tensor is."""
         return Run("cpu", value.__array_interface__["data"][0], value.strides)
 
-    def as_buffer(self, value: Any) -> Any:
-        """Return the memory of a tensor; None if it is not in one piece."""
-        return memoryview(value.reshape(-1).view(self._numpy.uint8)) if value.flags.c_contiguous else None
-
     def dtype_name(self, value: Any) -> str:
         """Return the name of a tensor's dtype, which is the same in all libraries."""
         return str(value.dtype)
@@ -92,14 +87,6 @@ class TorchLibrary:
         """Return where a tensor is."""
         itemsize = value.element_size()
         return Run(str(value.device), value.data_ptr(), tuple(stride * itemsize for stride in value.stride()))
-
-    def as_buffer(self, value: Any) -> Any:
-        """Return the memory of a tensor, which must outlive it; None if it is not in one piece of host memory."""
-        length = value.numel() * value.element_size()
-        if not value.is_contiguous() or value.device.type != "cpu" or not length:
-            return None
-        # Not through numpy(): a storage that has been shared with numpy cannot be resized, which FSDP2 does.
-        return memoryview((ctypes.c_ubyte * length).from_address(value.data_ptr())).cast("B")
 
     def dtype_name(self, value: Any) -> str:
         """Return the name of a tensor's dtype, which is the same in all libraries."""
@@ -235,11 +222,9 @@ def part(tensor: Any, box: tuple[slice, ...]) -> Any:
 
 def digest(tools: Any, tensor: Any, dtype: str) -> int:
     """Return the crc32 of a tensor's bytes, in order, as they travel."""
-    buffer = tools.as_buffer(tensor) if tools.dtype_name(tensor) == dtype else None
-    if buffer is None:
-        buffer = bytearray(nbytes(tools, tensor.shape, dtype))
-        if buffer:
-            tools.copy(tools.view(buffer, dtype, 0, tuple(tensor.shape)), tensor)
+    buffer = bytearray(nbytes(tools, tensor.shape, dtype))
+    if buffer:
+        tools.copy(tools.view(buffer, dtype, 0, tuple(tensor.shape)), tensor)
     return zlib.crc32(buffer)
 
 
@@ -341,18 +326,13 @@ def find_gathered() -> set[int]:
     return {local.untyped_storage().data_ptr() for local in parts if local.numel()}.difference([0])
 
 
-def is_gathered(local: Any, gathered: Collection[int]) -> bool:
-    """Return whether a tensor is in memory that FSDP2 has gathered."""
-    return bool(gathered) and hasattr(local, "untyped_storage") and local.untyped_storage().data_ptr() in gathered
-
-
 def _explain_unwritable(local: Any, gathered: Collection[int]) -> str:
     """Return why new values cannot be written into the memory of a tensor; an empty text if they can."""
     if 0 in local.shape:
         return ""
     if hasattr(local, "flags") and not local.flags.writeable:
         return "the array is read-only: return one that can be written"
-    if is_gathered(local, gathered):
+    if gathered and hasattr(local, "untyped_storage") and local.untyped_storage().data_ptr() in gathered:
         return "FSDP2 has gathered it and will free it: call model.reshard() before the method returns it"
     strides, reach = (local.strides, local.itemsize) if hasattr(local, "strides") else (local.stride(), 1)
     for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, local.shape, strict=True)):

@@ -13,7 +13,7 @@ import socket
 import time
 import traceback
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import Any
 
 from .._descriptions import TRAVELLING
@@ -22,7 +22,7 @@ from .._remote.server import READER, serve
 from .._remote.sockets import Caller, Listener, close
 from ._buckets import BucketShape, Packer, Part, Unpacker, digest
 from ._intake import Intake
-from ._members import Membership, Ports, describe
+from ._members import Membership, describe, reserve_ports
 from ._messages import wait_for_any
 from ._transfer import AGAIN, Arrivals, Bucket, Copied, Staged, Transfer
 
@@ -44,7 +44,7 @@ class WeightEngine:
         self.bucket_size = bucket_size
         self._timeout = timeout
         self._dtype = dtype
-        self._ports: Ports | None = None
+        self._ports: dict[str, socket.socket] = {}  # which wait for connections, by address
         self._me: Membership | None = None
         self._offered = [Segments()]  # what readers elsewhere may ask for
         self._arrivals: Arrivals = queue.SimpleQueue()
@@ -59,15 +59,15 @@ class WeightEngine:
             What the other processes have to know of this one. It has a secret of the transfer.
         """
         self.finalize()
-        self._ports = Ports()
+        self._ports = reserve_ports()
         return describe(self._ports, self.bucket_size)
 
     def _join(self, membership: Membership) -> None:
         """Take a place in the transfer. Nothing waits for others before the first bucket."""
-        if self._ports is None:
+        if not self._ports:
             raise ValueError("Call prepare() of the engine before it joins a transfer.")
         self._shape = BucketShape.fit(self.bucket_size, membership.senders)
-        ports, self._ports, self._me, self._transfers = self._ports, None, membership, 0
+        self._me, self._transfers = membership, 0
         if membership.listens:
             self._offered = offered = [Segments()]
             self._arrivals = arrivals = queue.SimpleQueue[tuple[Caller, socket.socket]]()
@@ -78,23 +78,35 @@ class WeightEngine:
                 else:
                     arrivals.put((caller, connection))
 
-            listener = Listener(ports.take(membership.addresses[membership.number]), membership.secret, take)
+            host, _ = membership.addresses[membership.number]
+            listener = Listener(self._ports.pop(host), membership.secret, take)
             # Its threads would keep the port open after an engine that nobody finalizes.
             self._release = weakref.finalize(self, _close_all, listener, arrivals)
-        ports.close()
+        self._close_ports()
 
-    async def _send(self, weights: Iterable[Any] | AsyncIterator[Any], version: int | None) -> None:
-        """Send tensors, which all senders yield in the same order; return when all receivers have copied them."""
+    async def send_weights(self, weights: Iterable[tuple[str, Any]], global_steps: int | None = None) -> None:
+        """Send weights; return when all receivers have copied the last bucket.
+
+        Args:
+            weights: names and whole tensors, the same in the same order on all senders.
+            global_steps: the version, for errors. NeMo RL passes none.
+
+        Raises:
+            TransferError: a process is lost, late, or has failed; names it. `versions` says whether receivers may hold
+                a mixture ("inconsistent").
+            TypeError: something that is no dense torch tensor.
+            ValueError: this engine has no place in a transfer.
+        """
         me = self._joined("sends")
         offer, share = Segments(), self._shape.share
         self._offered[0] = offer
         packer = Packer(self._shape, me.number, self._dtype)
-        with self._transferring(version, offer) as transfer:
+        with self._transferring(global_steps, offer) as transfer:
             sender = Leader(transfer) if not me.number else Follower(transfer)
             try:
                 await asyncio.to_thread(transfer.open, self._arrivals)  # first, so that all others learn of an error
                 packer.begin(offer.begin(0, share))
-                async for name, tensor in _iterate(weights):
+                for name, tensor in weights:
                     for _ in packer.add(name, tensor):
                         await asyncio.to_thread(sender.flush, offer, *packer.take(), False)
                         packer.begin(offer.begin(transfer.bucket % 2, share))
@@ -142,9 +154,12 @@ class WeightEngine:
         if self._release is not None:
             self._release()
             self._release = None
-        if self._ports is not None:
-            self._ports.close()
-            self._ports = None
+        self._close_ports()
+
+    def _close_ports(self) -> None:
+        for port in self._ports.values():
+            port.close()
+        self._ports = {}
 
     def _drop(self) -> None:
         """Give back what the transfer has open."""
@@ -284,12 +299,3 @@ def _close_all(listener: Listener, arrivals: Arrivals) -> None:
     listener.close()
     while not arrivals.empty():
         close(arrivals.get()[1])
-
-
-async def _iterate(weights: Iterable[Any] | AsyncIterator[Any]) -> AsyncIterator[Any]:
-    if isinstance(weights, AsyncIterator):
-        async for named in weights:
-            yield named
-    else:
-        for named in weights:
-            yield named
