@@ -160,8 +160,8 @@ class Attempt:
         if failures:
             text = "The next `send`, or `sync()`, brings these ranks forward; lost workers have to be restarted first."
             raise self._error("commit", "target", failures, text) from first_error(replies)
-        if self._compares and self.route is not None:
-            self.router.note_compared(self.route)
+        if self._compares and self.route is self.router.kept:
+            self.router.compared = self.route
 
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Have the ends drop the tensors of this attempt; of the target all, or those of some ranks."""
@@ -229,7 +229,9 @@ class Attempt:
         them.
         """
         number, ends, fresh = route.tasks.number if route else 0, self.source.ends, self.states.unconfirmed
-        self._compares = self.source.name == "replica" or self.router.needs_digests(route, self.check_replicas)
+        is_first = route is None or route is not self.router.compared
+        self._compares = self.source.name == "replica" or self.check_replicas == "always"
+        self._compares |= self.check_replicas == "first" and is_first
 
         def arguments(rank: int) -> tuple[Any, ...]:
             tasks = route.tasks.source[rank] if route and ends[rank].tasks_id != number else None
@@ -263,7 +265,9 @@ class Attempt:
         self._refuse(side, {rank: reply.refused for rank, reply in replies.items()})
         for rank, reply in replies.items():
             self._measured.append(("collect", reply.collect_s, rank))
-            side.note_description(rank, reply)
+            state = side.ends[rank]
+            state.number = reply.number
+            state.described = state.described if reply.tensors is None else reply.tensors
 
     def _refuse(self, side: Side, refused: Mapping[int, Refused]) -> None:
         """Raise if there are tensors that cannot travel."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from ._display import as_bytes, table_text
 from ._layout import Layout
@@ -64,16 +63,6 @@ class TransferPlan:
             crosses = self.source_nodes[pieces.senders] != self.target_nodes[pieces.receivers]
             total += int((crosses * pieces.volumes * (pieces.via < 0)).sum()) * same.source.itemsize
         return total
-
-    @cached_property
-    def bytes_by_sender(self) -> npt.NDArray[np.int64]:
-        """The bytes that each source rank sends; what crosses to a node for several ranks counts once."""
-        sent = np.zeros(len(self.source_nodes))
-        for same in self.tensor_sets:
-            pieces = same.pieces
-            weights = pieces.volumes * (pieces.via < 0) * same.source.itemsize
-            sent += np.bincount(pieces.senders.ravel(), np.tile(weights, len(same.names)), minlength=len(sent))
-        return sent.astype(np.int64)
 
     def __repr__(self) -> str:
         return (

@@ -38,7 +38,7 @@ class Router:
         self._kept: Route | None = None
         self._made_for: Any = None
         # The route by which replicas were compared last.
-        self._compared: Route | None = None
+        self.compared: Route | None = None
 
     @property
     def kept(self) -> Route | None:
@@ -51,17 +51,6 @@ class Router:
             [(rank, end.process, end.described) for rank, end in side.ends.items()]
             for side in (self._source, self._target)
         ]
-
-    def needs_digests(self, route: Route | None, check_replicas: str) -> bool:
-        """Return whether replicas are to be compared in a transfer by a route, as the link's `check_replicas` says."""
-        return check_replicas == "always" or (
-            check_replicas == "first" and (route is None or route is not self._compared)
-        )
-
-    def note_compared(self, route: Route) -> None:
-        """Note that replicas have been compared in a transfer by the last route."""
-        if route is self.kept:
-            self._compared = route
 
     def make(self, without: Collection[int] = ()) -> Route:
         """Make the route from the source, without some of its ranks, to all target ranks, and keep it."""

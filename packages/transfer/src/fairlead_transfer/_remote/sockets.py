@@ -53,14 +53,7 @@ def derive_key(secret: bytes, address: tuple[Any, ...]) -> bytes:
 
 def listen(host: str) -> socket.socket:
     """Return a socket that listens on a port of an address of this host; a `Listener` answers its connections."""
-    listening = socket.socket()
-    try:
-        listening.bind((host, 0))
-        listening.listen(1024)
-    except BaseException:
-        listening.close()
-        raise
-    return listening
+    return socket.create_server((host, 0), backlog=1024)
 
 
 def connect(address: tuple[str, int], deadline: float) -> socket.socket:

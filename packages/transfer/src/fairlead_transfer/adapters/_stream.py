@@ -8,6 +8,7 @@ are in memory at a time: senders fill one while receivers copy the other.
 
 import asyncio
 import contextlib
+import multiprocessing.connection
 import queue
 import socket
 import time
@@ -20,10 +21,9 @@ from .._descriptions import TRAVELLING
 from .._remote.segment import ENDED, Segments, Unread
 from .._remote.server import READER, serve
 from .._remote.sockets import Caller, Listener, close
-from ._buckets import BucketShape, Packer, Part, Unpacker, digest
+from ._buckets import BucketShape, Packer, Part, Unpacker
 from ._intake import Intake
 from ._members import Membership, describe, reserve_ports
-from ._messages import wait_for_any
 from ._transfer import AGAIN, Arrivals, Bucket, Copied, Staged, Transfer
 
 
@@ -213,15 +213,13 @@ class Follower:
     def flush(self, offer: Segments, parts: list[Part], filled: int, last: bool) -> None:
         """Offer a bucket, and return when the memory of the one before it can be filled again, or all is copied."""
         transfer, number = self._transfer, self._transfer.bucket
-        names = f"{parts[0].name!r} to {parts[-1].name!r}" if parts else "no tensor"
-        summary = f"of {len(parts)} tensors or parts, {names}"
-        self._stage(Staged(number, digest(parts, last), summary, offer.end(number % 2)), parts, filled, last)
+        self._stage(Staged(number, parts, last, offer.end(number % 2)), filled)
         self._await_copies(number - 1)
         if last:
             self._await_copies(number)
         transfer.bucket = number + 1
 
-    def _stage(self, staged: Staged, parts: list[Part], filled: int, last: bool) -> None:
+    def _stage(self, staged: Staged, filled: int) -> None:
         self._transfer.tell([0], staged)
         self._transfer.delivered = True  # from now on, a receiver may have it
 
@@ -240,19 +238,21 @@ class Leader(Follower):
         self._copying: dict[int, set[int]] = {}
         self._told: dict[int, Bucket] = {}
 
-    def _stage(self, staged: Staged, parts: list[Part], filled: int, last: bool) -> None:
+    def _stage(self, staged: Staged, filled: int) -> None:
         """Wait until all senders have filled their share; tell the receivers."""
         transfer, number = self._transfer, staged.bucket
         followers = set(range(1, transfer.me.senders))
         self._pump(lambda: followers.difference(self._staged), f"stage its share of bucket {number}")
         shares, self._staged = {0: staged, **self._staged}, {}
         for sender, other in shares.items():
-            if other.mark != staged.mark:
-                why = f"its bucket {other.bucket}, {other.summary}, is not that of source rank 0"
+            if other.last != staged.last or other.parts != staged.parts:
+                names = f"{other.parts[0].name!r} to {other.parts[-1].name!r}" if other.parts else "no tensor"
+                summary = f"of {len(other.parts)} tensors or parts, {names}"
+                why = f"its bucket {other.bucket}, {summary}, is not that of source rank 0"
                 text = "Have all senders yield the same names, dtypes and shapes in the same order."
                 raise transfer.error({sender: why}, text)
         places = {sender: other.description for sender, other in shares.items()}
-        told = self._told[number] = Bucket(number, parts, filled, places, None, False, last)
+        told = self._told[number] = Bucket(number, staged.parts, filled, places, None, False, staged.last)
         self._copying[number] = set(self._readers)
         transfer.delivered = True
         transfer.tell([reader for reader, others in self._readers.items() if not others], told)
@@ -274,10 +274,12 @@ class Leader(Follower):
         while missing := find_missing():
             if not transfer.connections:
                 raise ValueError(ENDED)
-            ready = wait_for_any(transfer.connections, deadline - time.monotonic())
+            connections: Any = {connection: number for number, connection in transfer.connections.items()}
+            ready: list[Any] = multiprocessing.connection.wait(connections, max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise transfer.late(missing, doing)
-            for number in ready:
+            for connection in ready:
+                number = connections[connection]
                 self._note(number, transfer.read(number, doing, deadline))
 
     def _note(self, number: int, message: Any) -> None:

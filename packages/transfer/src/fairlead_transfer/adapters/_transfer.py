@@ -42,8 +42,8 @@ class Staged(NamedTuple):
     """A sender has filled its share of a bucket."""
 
     bucket: int
-    mark: bytes  # what it has in the bucket
-    summary: str  # the same for people
+    parts: list[Part]  # what it has in the bucket
+    last: bool
     description: Description  # where the share is
 
 
