@@ -55,9 +55,10 @@ class Membership:
 
 
 def find_node() -> str:
-    """Return what processes have in common that can share memory: host, user and namespace of process ids."""
+    """Return what processes share that can share memory and reach each other's loopback: host, user and namespaces."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()}:{os.getuid()}:{Path('/proc/self/ns/pid').stat().st_ino}:{boot}"
+    namespaces = [Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("pid", "net")]
+    return ":".join(map(str, (socket.gethostname(), os.getuid(), *namespaces, boot)))
 
 
 def reserve_ports() -> dict[str, socket.socket]:
