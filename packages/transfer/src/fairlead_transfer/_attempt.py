@@ -298,7 +298,7 @@ class Attempt:
         def arguments(rank: int) -> tuple[Any, ...]:
             mine, number = route.tasks.target[rank], route.tasks.number
             places = reads.get(rank, ())
-            channels = {source: staged[source].channels for source in {*mine["sources"], *(one for one, _ in places)}}
+            channels = {source: staged[source].channels for source in {*mine["sources"], *dict(places)}}
             sent = None if self.target.ends[rank].tasks_id == number else mine
             mapped = relays.get(nodes[rank], {})
             return self.epoch, self.version, sent, number, channels, places, fresh, mapped, self._left_alone()

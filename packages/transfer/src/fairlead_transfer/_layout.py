@@ -134,9 +134,9 @@ class Layout:
         offsets = np.zeros_like(sizes)
         for dim, axes in by_dim.items():
             for axis in axes:
-                at, length = coords[sharding.get_axis_index(axis)], sizes[:, dim]
+                coord, length = coords[sharding.get_axis_index(axis)], sizes[:, dim]
                 chunk = -(-length // sharding.get_axis_size(axis))
-                begin = np.minimum(at * chunk, length)
+                begin = np.minimum(coord * chunk, length)
                 offsets[:, dim] += begin
                 sizes[:, dim] = np.minimum(begin + chunk, length) - begin
         return cls(tuple(shape), offsets, sizes, itemsize)

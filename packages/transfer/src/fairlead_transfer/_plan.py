@@ -154,21 +154,21 @@ def reshard(
 
 def find_mismatches(sources: Mapping[str, Layout], targets: Mapping[str, Layout]) -> list[Mismatch]:
     """Return the tensors that only one side has, or whose global shapes or item sizes differ."""
-    found = []
+    mismatches = []
     for name in dict.fromkeys([*sources, *targets]):
         held, wanted = sources.get(name), targets.get(name)
         if held is None or wanted is None:
             side, other = ("target", "source") if held is None else ("source", "target")
             text = f"only the {side} has it: rename it with rename=, or leave it out with exclude="
-            found.append(
+            mismatches.append(
                 Mismatch(name, _shape(held), _shape(wanted), text.replace("has it", f"has it, not the {other}"))
             )
         elif held.shape != wanted.shape:
-            found.append(Mismatch(name, _shape(held), _shape(wanted), "the global shapes differ"))
+            mismatches.append(Mismatch(name, _shape(held), _shape(wanted), "the global shapes differ"))
         elif held.itemsize != wanted.itemsize:
             text = "the item sizes differ: give the dtype that travels with dtype="
-            found.append(Mismatch(name, f"{held.itemsize} B", f"{wanted.itemsize} B", text))
-    return found
+            mismatches.append(Mismatch(name, f"{held.itemsize} B", f"{wanted.itemsize} B", text))
+    return mismatches
 
 
 def _shape(layout: Layout | None) -> str:

@@ -149,7 +149,7 @@ def _lay_out(
         if number == len(mine):
             mine.append({"kind": kind, "blocks": [], "size": 0})
         channel = mine[number]
-        begin = [at - int(offset) for at, offset in zip(start, layout.offsets[sender], strict=True)]
+        begin = [first - int(offset) for first, offset in zip(start, layout.offsets[sender], strict=True)]
         channel["blocks"].append((index, _box(begin, size), size, channel["size"]))
         blocks[piece] = number, channel["size"]
         channel["size"] += -(-math.prod(size) * layout.itemsize // ALIGNED) * ALIGNED

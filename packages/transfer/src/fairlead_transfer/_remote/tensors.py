@@ -159,7 +159,7 @@ def describe(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...
         shape, offsets = tuple(map(int, value.global_shape)), tuple(map(int, value.offsets))
         if not len(shape) == len(offsets) == len(sizes):
             raise ValueError(f"a LocalTensor of shape {sizes} has global_shape {shape} and offsets {offsets}")
-        if any(at < 0 or at + size > length for at, size, length in zip(offsets, sizes, shape, strict=True)):
+        if any(first < 0 or first + size > length for first, size, length in zip(offsets, sizes, shape, strict=True)):
             raise ValueError(f"the box at {offsets} of sizes {sizes} is outside of the global shape {shape}")
     else:
         shape, offsets = sizes, (0,) * len(sizes)
@@ -179,7 +179,7 @@ def _offsets(value: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:
             "LocalTensors"
         )
     # Empty parts may begin at the end.
-    return tuple(int(at) for at in offsets) if 0 not in sizes else (0,) * len(sizes)
+    return tuple(int(offset) for offset in offsets) if 0 not in sizes else (0,) * len(sizes)
 
 
 def _strided_box(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -190,21 +190,21 @@ def _strided_box(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """
     mesh, placements = value.device_mesh, value.placements
     order: list[int] = []
-    for at in reversed(range(len(placements))):
-        factor = getattr(placements[at], "split_factor", None)
-        inner = [mesh.size(other) for other in order if placements[other].dim == getattr(placements[at], "dim", None)]
-        if placements[at].is_partial() or (factor is not None and factor != math.prod(inner)):
+    for axis in reversed(range(len(placements))):
+        factor = getattr(placements[axis], "split_factor", None)
+        inner = [mesh.size(other) for other in order if placements[other].dim == getattr(placements[axis], "dim", None)]
+        if placements[axis].is_partial() or (factor is not None and factor != math.prod(inner)):
             raise ValueError(
                 f"the local part of a DTensor of shape {tuple(value.shape)} with placements {placements} may consist "
                 "of several boxes, or is partial; transfer its boxes as LocalTensors"
             )
-        if hasattr(placements[at], "dim"):
-            order.insert(0 if factor is None else len(order), at)
+        if hasattr(placements[axis], "dim"):
+            order.insert(0 if factor is None else len(order), axis)
     offsets, sizes = [0] * value.ndim, list(value.shape)
-    for at in order:
-        dim = placements[at].dim
-        chunk = -(-sizes[dim] // mesh.size(at))  # as torch.chunk
-        begin = min(sizes[dim], mesh.get_coordinate()[at] * chunk)
+    for axis in order:
+        dim = placements[axis].dim
+        chunk = -(-sizes[dim] // mesh.size(axis))  # as torch.chunk
+        begin = min(sizes[dim], mesh.get_coordinate()[axis] * chunk)
         offsets[dim], sizes[dim] = offsets[dim] + begin, min(chunk, sizes[dim] - begin)
     return tuple(offsets), tuple(sizes)
 
@@ -272,17 +272,17 @@ def join_pieces(
 ) -> Iterator[dict[str, Any]]:
     """Yield whole tensors in parts of at most so many bytes; a larger tensor is a part by itself."""
     by_tensor: dict[int, list[Any]] = {}
-    for at, box, value in pieces:
-        by_tensor.setdefault(at, []).append((box, value))
+    for index, box, value in pieces:
+        by_tensor.setdefault(index, []).append((box, value))
     chunk: dict[str, Any] = {}
     size = 0
-    for at, parts in sorted(by_tensor.items()):
-        shape, dtype = tasks["shapes"][at], tasks["dtypes"][at]
+    for index, parts in sorted(by_tensor.items()):
+        shape, dtype = tasks["shapes"][index], tasks["dtypes"][index]
         length = nbytes(tools, shape, dtype)
         if chunk and size + length > chunk_bytes:
             yield chunk
             chunk, size = {}, 0
-        whole = chunk[tasks["names"][at]] = tools.empty(shape, dtype)
+        whole = chunk[tasks["names"][index]] = tools.empty(shape, dtype)
         for box, value in parts:
             tools.copy(part(whole, box), value)
         size += length
