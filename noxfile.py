@@ -347,8 +347,10 @@ def nightly(session: nox.Session) -> None:
     options = ["-m", "nightly and not smoke", "--timeout=1800"]
     if hosts:
         session.notify("multihost", posargs=[*options, *hosts])
-    for name in ["seams"] * bool(names & {"rollouts", "transfer"}) + ["verl"] * ("verl" in names):
-        session.notify(name, posargs=[])
+    if names & {"rollouts", "transfer"}:
+        session.notify("seams", posargs=[])
+    if names & {"transfer", "verl"}:
+        session.notify("verl", posargs=[] if "verl" in names else ["hosts"])
     if not session.posargs:
         session.notify("examples", posargs=["all"])
         session.notify("hardware", posargs=["--rehearse"])
@@ -420,10 +422,14 @@ def verl(session: nox.Session) -> None:
     """Run verl's own tests on Fairlead and on verl's own groups, on CPUs; `nox -s verl -- sft` runs a trainer instead.
 
     They are the tests of its worker groups, in its distribution; `--source PATH` takes them, and verl, from a checkout.
-    Trainers are `sft`, `grpo` and `kill`, which loses a worker.
+    Trainers are `sft`, `grpo` and `kill`, which loses a worker. `hosts` only sends weights with checkpoint engines.
     """
-    groups = map(package, [*SIBLINGS["verl"], "verl", *SIBLINGS["inspect"], "inspect"])
+    groups = map(package, [*SIBLINGS["verl"], "verl", *SIBLINGS["inspect"], "inspect", "transfer"])
     session.install("-c", "constraints-verl.txt", *group("verl"), *groups, env=INSTALL_ENV)
+    if session.posargs in ([], ["hosts"]):
+        run_tests(session, f"{MULTIHOST}/test_transfer_verl.py", "-m", "nightly")
+    if session.posargs == ["hosts"]:
+        return
     given = [str(Path(one).resolve()) if Path(one).is_dir() else one for one in session.posargs]
     with session.chdir(make_folder(session, "logs")):
         session.run("python", str(ROOT / "packages/verl/tests/compare.py"), *given, env=RAY_ENV)

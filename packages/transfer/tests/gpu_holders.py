@@ -91,10 +91,3 @@ class AsyncHolder(Holder):
 
     async def weights(self):
         return super().weights()
-
-
-class Replica(Holder):
-    """Holds all of "w" on each rank of the target."""
-
-    def __init__(self, dims, scale=0.0):
-        super().__init__(dims if 0 in dims else {}, scale)

@@ -6,8 +6,8 @@
 >>> trained = Layout.from_sharding((1024, 512), NamedSharding.from_shape(dp=4), {0: "dp"}, itemsize=2)
 >>> served = Layout.from_sharding((1024, 512), NamedSharding.from_shape(replica=2, tp=2), {1: "tp"}, itemsize=2)
 >>> plan = reshard(trained, served, source_nodes=["a", "a", "b", "b"], target_nodes=["a", "a", "b", "b"])
->>> plan.bytes_moved == plan.lower_bound, plan.bytes_between_nodes
-(True, 1048576)
+>>> plan.bytes_moved, plan.bytes_between_nodes
+(2097152, 1048576)
 """
 
 from ._layout import Layout, LocalTensor

@@ -3,15 +3,16 @@
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from fairlead_workergroup.spi import wait_for_turn
 
 from ._descriptions import compare_replicas, one_sided
 from ._remote.replies import Committed, Described, Fetched, Refused
-from ._report import Costs, TransferReport
+from ._report import TransferReport
 from ._routes import Route, Router
 from ._side import Requests, Side, States, describe_reply, first_error
 from ._tasks import CommitOptions
@@ -60,7 +61,8 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.epoch = self.next_epoch()
-        self._costs = Costs()
+        self._bytes_moved = 0
+        self._measured: list[tuple[Phase, float, int]] = []  # the seconds of each phase on each rank
 
     # -- what a link does ----------------------------------------------------------------------------------------------
 
@@ -134,12 +136,11 @@ class Attempt:
             raise self._error("commit", "target", dict.fromkeys(ranks, "its group changes its members"), MORE_TIME)
 
         def arguments(rank: int) -> tuple[Any, ...]:
-            return self.epoch, self.version, *options.as_arguments()
+            return self.epoch, self.version, *options[1:]
 
-        within_s = None if options.pauses else self._left_alone()
-        first = ("prepare", self.epoch, options.before) if options.prepares else None
+        within_s = None if options.before else self._left_alone()
+        first = ("prepare", self.epoch, options.first) if options.first else None
         requests = self.target.ask(ranks, "commit", arguments, alone_within_s=within_s, first=first)
-        self._costs.rounds += 1
         for rank, (_, ref) in requests.items():
             ends[rank].unconfirmed = ref
         if self.source.name == "source":
@@ -153,14 +154,14 @@ class Attempt:
                 committed = Committed(*reply.value)
                 if (reason := self.states.note(ends[rank], committed)) is not None:
                     failures[rank] = reason
-                self._costs.note("commit", rank, committed.commit_s)
+                self._measured.append(("commit", committed.commit_s, rank))
             else:
                 failures[rank] = describe_reply(reply)
         if failures:
             text = "The next `send`, or `sync()`, brings these ranks forward; lost workers have to be restarted first."
             raise self._error("commit", "target", failures, text) from first_error(replies)
-        if self._compares and self.route is not None:
-            self.router.note_compared(self.route)
+        if self._compares and self.route is self.router.kept:
+            self.router.compared = self.route
 
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Have the ends drop the tensors of this attempt; of the target all, or those of some ranks."""
@@ -179,7 +180,17 @@ class Attempt:
     def report(self, total_s: float) -> TransferReport:
         """Return what the attempt has done."""
         assert self.route is not None
-        return self._costs.report(self.version, self.route.plan, self.route.tasks, total_s, compared=self._compares)
+        slowest = {phase: (seconds, rank) for phase, seconds, rank in sorted(self._measured)}
+        return TransferReport(
+            self.version,
+            self._bytes_moved,
+            self.route.plan.bytes_between_nodes,
+            {phase: slowest[phase][0] for phase in get_args(Phase) if phase in slowest},
+            {phase: rank for phase, (_, rank) in slowest.items()},
+            total_s,
+            dict(Counter(self.route.tasks.transports.values())),
+            self._compares,
+        )
 
     # -- the rounds ----------------------------------------------------------------------------------------------------
 
@@ -218,7 +229,9 @@ class Attempt:
         them.
         """
         number, ends, fresh = route.tasks.number if route else 0, self.source.ends, self.states.unconfirmed
-        self._compares = self.source.name == "replica" or self.router.needs_digests(route, self.check_replicas)
+        is_first = route is None or route is not self.router.compared
+        self._compares = self.source.name == "replica" or self.check_replicas == "always"
+        self._compares |= self.check_replicas == "first" and is_first
 
         def arguments(rank: int) -> tuple[Any, ...]:
             tasks = route.tasks.source[rank] if route and ends[rank].tasks_id != number else None
@@ -235,7 +248,7 @@ class Attempt:
         replies = self._replies(phase, self.source, requests, Described, asked)
         self._note(self.source, replies)
         if asked:
-            self._note(self.target, self._replies("collect", self.target, asked, Described, counts=False))
+            self._note(self.target, self._replies("collect", self.target, asked, Described))
         if route is None or any(reply.channels is None for reply in replies.values()):
             if not targets:
                 why = "its tensors change meanwhile"
@@ -243,7 +256,7 @@ class Attempt:
             return {}
         for rank, reply in replies.items():
             ends[rank].tasks_id = number
-            self._costs.note("stage", rank, reply.stage_s)
+            self._measured.append(("stage", reply.stage_s, rank))
         compare_replicas(self.source.role, {rank: reply.digests or {} for rank, reply in replies.items()})
         return replies
 
@@ -251,8 +264,10 @@ class Attempt:
         """Note descriptions; refuse tensors that cannot travel."""
         self._refuse(side, {rank: reply.refused for rank, reply in replies.items()})
         for rank, reply in replies.items():
-            self._costs.note("collect", rank, reply.collect_s)
-            side.note_description(rank, reply)
+            self._measured.append(("collect", reply.collect_s, rank))
+            state = side.ends[rank]
+            state.number = reply.number
+            state.described = state.described if reply.tensors is None else reply.tensors
 
     def _refuse(self, side: Side, refused: Mapping[int, Refused]) -> None:
         """Raise if there are tensors that cannot travel."""
@@ -283,7 +298,7 @@ class Attempt:
         def arguments(rank: int) -> tuple[Any, ...]:
             mine, number = route.tasks.target[rank], route.tasks.number
             places = reads.get(rank, ())
-            channels = {source: staged[source].channels for source in {*mine["sources"], *(one for one, _ in places)}}
+            channels = {source: staged[source].channels for source in {*mine["sources"], *dict(places)}}
             sent = None if self.target.ends[rank].tasks_id == number else mine
             mapped = relays.get(nodes[rank], {})
             return self.epoch, self.version, sent, number, channels, places, fresh, mapped, self._left_alone()
@@ -294,8 +309,8 @@ class Attempt:
             if reply.outcome != "done":
                 raise self._unread(rank, reply)
             self.target.ends[rank].tasks_id = route.tasks.number
-            self._costs.note("move", rank, reply.move_s)
-            self._costs.bytes_moved += reply.length
+            self._measured.append(("move", reply.move_s, rank))
+            self._bytes_moved += reply.length
         return replies
 
     def _unread(self, rank: int, reply: Fetched) -> Exception:
@@ -329,11 +344,8 @@ class Attempt:
         requests: Requests,
         kind: type[_Value],
         others: Requests | None = None,
-        *,
-        counts: bool = True,
     ) -> dict[int, _Value]:
-        """Wait for the replies of a round. `others` are cancelled if one of these fails; `counts` makes it a round."""
-        self._costs.rounds += counts
+        """Wait for the replies of a round. `others` are cancelled if one of these fails."""
         replies = side.wait(requests, self._left())
         bad = {rank: reply for rank, reply in replies.items() if not reply.is_good}
         values = {rank: kind(*reply.value) for rank, reply in replies.items() if reply.is_good}

@@ -83,7 +83,7 @@ def read_side(
     side: str, described: Sequence[Sequence[Sequence[Any]] | None], selection: Selection, *, renamed: bool
 ) -> Tensors:
     """Return the tensors of one side, on which ranks must agree; `described` has None for one that takes no part."""
-    found: dict[str, dict[int, Described]] = {}
+    by_name: dict[str, dict[int, Described]] = {}
     own_names: dict[str, str] = {}
     wrong: list[Mismatch] = []
     libraries: set[str] = set()
@@ -98,12 +98,12 @@ def read_side(
                 wrong.append(one_sided(side, name, tensor.name, text))
                 continue
             libraries.add(tensor.library)
-            found.setdefault(name, {})[rank] = tensor
+            by_name.setdefault(name, {})[rank] = tensor
     if len(libraries) > 1:
         wrong.append(one_sided(side, "", ", ".join(sorted(libraries)), "all tensors must be of one library"))
     layouts: dict[str, Layout] = {}
     known: dict[tuple[Any, ...], Layout] = {}
-    for name, by_rank in found.items():
+    for name, by_rank in by_name.items():
         kinds = {(tensor.dtype, tensor.shape) for tensor in by_rank.values()}
         if len(kinds) > 1:
             held = "; ".join(sorted(f"{dtype} {shape}" for dtype, shape in kinds))
@@ -117,7 +117,7 @@ def read_side(
         layouts[name] = known[key]
     if wrong:
         raise LayoutMismatchError(tuple(wrong))
-    dtypes = {name: next(iter(by_rank.values())).dtype for name, by_rank in found.items()}
+    dtypes = {name: next(iter(by_rank.values())).dtype for name, by_rank in by_name.items()}
     return Tensors(layouts, dtypes, own_names, next(iter(libraries), "numpy"))
 
 

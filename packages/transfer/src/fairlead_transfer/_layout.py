@@ -134,9 +134,9 @@ class Layout:
         offsets = np.zeros_like(sizes)
         for dim, axes in by_dim.items():
             for axis in axes:
-                at, length = coords[sharding.get_axis_index(axis)], sizes[:, dim]
+                coord, length = coords[sharding.get_axis_index(axis)], sizes[:, dim]
                 chunk = -(-length // sharding.get_axis_size(axis))
-                begin = np.minimum(at * chunk, length)
+                begin = np.minimum(coord * chunk, length)
                 offsets[:, dim] += begin
                 sizes[:, dim] = np.minimum(begin + chunk, length) - begin
         return cls(tuple(shape), offsets, sizes, itemsize)
@@ -156,17 +156,13 @@ class Layout:
     def _content(self) -> tuple[Any, ...]:
         return self.shape, self.itemsize, self.offsets.tobytes(), self.sizes.tobytes()
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._content)
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
-        return self is other or (self._hash == other._hash and self._content == other._content)
+        return self is other or self._content == other._content
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._content)
 
     def __repr__(self) -> str:
         held = int((self.volumes > 0).sum())

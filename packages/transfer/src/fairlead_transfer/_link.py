@@ -102,7 +102,8 @@ class Link:
         self._target = Side("target", target_group, self._id, target)
         self._router = Router(self._source, self._target, selection, transport)
         self._states = States(self._target)
-        self._commit = CommitOptions(before_commit, pauses, after_commit, apply, chunk_bytes)
+        first, before = (None, before_commit) if pauses else (before_commit, None)
+        self._commit = CommitOptions(first, before, after_commit, apply, chunk_bytes)
         self._check_replicas: CheckReplicas = check_replicas
         self._epochs = itertools.count(1)
         self._version: int | None = None
@@ -255,7 +256,8 @@ class Link:
         """
         with self._turn(timeout, self._version or 0) as deadline:
             attempt = self._attempt(self._source, self._version or 0, deadline)
-            return self._router.explain(attempt.describe())
+            route = attempt.describe()
+            return TransferExplanation(route.plan, route.tasks.transports)
 
     def close(self) -> None:
         """Drop everything that the link holds in the workers. Can be repeated; workers that are gone do not matter.

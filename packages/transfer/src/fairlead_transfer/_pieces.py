@@ -25,7 +25,6 @@ class PieceTable:
         starts: the first index of each piece in each dim of the tensor.
         sizes: the lengths of the pieces.
         senders: for each tensor and piece, the source rank that sends it.
-        local: whether the receiver's own process holds the piece, so that nothing travels.
         via: the target rank for which the piece crosses to the receiver's node, if that is another one; else -1.
         missing: the number of elements of target boxes that no source rank holds.
     """
@@ -34,7 +33,6 @@ class PieceTable:
     starts: Ints
     sizes: Ints
     senders: Ints
-    local: npt.NDArray[np.bool_]
     via: Ints
     missing: int = 0
 
@@ -69,47 +67,37 @@ def make_pieces(
     *,
     source_nodes: Ints,
     target_nodes: Ints,
-    same_processes: bool,
     load: npt.NDArray[np.float64],
     tensors: int = 1,
 ) -> PieceTable:
-    """Return the pieces of `tensors` tensors of these layouts, and add the bytes of each sender to `load`.
-
-    With `same_processes`, source rank i and target rank i are one process.
-    """
+    """Return the pieces of `tensors` tensors of these layouts, and add the bytes of each sender to `load`."""
     grid = _Grid(source, target)
     (box, cell), (wanted_box, wanted_cell) = map(grid.find_cells, grid.corners)
     held = np.unique(cell)
-    found = np.isin(wanted_cell, held)
-    missing = int(grid.volumes(wanted_cell[~found]).sum())
-    wanted_box, wanted_cell = wanted_box[found], wanted_cell[found]
+    is_held = np.isin(wanted_cell, held)
+    missing = int(grid.boxes(wanted_cell[~is_held])[1].prod(axis=1).sum())
+    wanted_box, wanted_cell = wanted_box[is_held], wanted_cell[is_held]
 
-    cells, at = np.unique(wanted_cell, return_inverse=True)
+    cells, index = np.unique(wanted_cell, return_inverse=True)
     holders, set_of_cell = _holder_sets(box, cell, cells, grid.sources)
     # A row for each target rank and each cell that it wants.
-    rows = np.repeat(np.arange(len(wanted_box)), grid.targets.lengths[wanted_box])
-    first = np.repeat(np.cumsum(grid.targets.lengths[wanted_box]) - grid.targets.lengths[wanted_box], _counts(rows))
+    counts = grid.targets.lengths[wanted_box]
+    rows = np.repeat(np.arange(len(wanted_box)), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
     receivers = grid.targets.ranks[grid.targets.begins[wanted_box[rows]] + np.arange(len(rows)) - first]
-    at = at[rows]
-    sets, nodes = set_of_cell[at], target_nodes[receivers]
-    starts, sizes = grid.boxes(cells[at])
+    index = index[rows]
+    sets, nodes = set_of_cell[index], target_nodes[receivers]
+    starts, sizes = grid.boxes(cells[index])
     weights = sizes.prod(axis=1, dtype=np.int64) * source.itemsize
 
-    local = np.zeros(len(at), bool)
-    if same_processes:
-        local = _contains(holders, sets, receivers, source.ranks)
     near, near_of_row = _sets_on_nodes(holders, sets, nodes, source_nodes)
-    is_near = ~local & (near_of_row >= 0)
-    is_far = ~local & (near_of_row < 0)
-
-    senders = np.tile(receivers, (tensors, 1))
-    via = np.full(len(at), -1, np.int64)
-    direct = np.flatnonzero(is_near)
+    senders = np.empty((tensors, len(index)), np.int64)
+    via = np.full(len(index), -1, np.int64)
+    direct, far = np.flatnonzero(near_of_row >= 0), np.flatnonzero(near_of_row < 0)
     senders[:, direct] = _spread(near.sorted_by(load), near_of_row[direct], weights[direct], load, tensors)
-    far = np.flatnonzero(is_far)
     if far.size:
         # A cell crosses to a node for one of its ranks, a different one for each cell; the others have it from there.
-        keys, of_row = np.unique(at[far] * (nodes.max() + 1) + nodes[far], return_inverse=True)
+        keys, of_row = np.unique(index[far] * (nodes.max() + 1) + nodes[far], return_inverse=True)
         order = np.argsort(of_row, kind="stable")
         counts = np.bincount(of_row, minlength=len(keys))
         primary = far[order[np.cumsum(counts) - counts + np.arange(len(keys)) % counts]]
@@ -117,7 +105,7 @@ def make_pieces(
         senders[:, far] = chosen[:, of_row]
         via[far] = receivers[primary][of_row]
         via[primary] = -1
-    return PieceTable(receivers, starts, sizes, senders, local, via, missing)
+    return PieceTable(receivers, starts, sizes, senders, via, missing)
 
 
 class _Grid:
@@ -128,10 +116,10 @@ class _Grid:
 
     def __init__(self, source: Layout, target: Layout) -> None:
         dims = source.offsets.shape[1]
-        kept = [np.flatnonzero(layout.volumes) for layout in (source, target)]
-        split = len(kept[0])
-        starts = np.concatenate([source.offsets[kept[0]], target.offsets[kept[1]]])
-        ends = starts + np.concatenate([source.sizes[kept[0]], target.sizes[kept[1]]])
+        filled = [np.flatnonzero(layout.volumes) for layout in (source, target)]
+        split = len(filled[0])
+        starts = np.concatenate([source.offsets[filled[0]], target.offsets[filled[1]]])
+        ends = starts + np.concatenate([source.sizes[filled[0]], target.sizes[filled[1]]])
         self._edges: list[Ints] = []
         corners = np.empty((2, len(starts), dims), np.int64)
         for dim in range(dims):
@@ -141,16 +129,16 @@ class _Grid:
         lengths = [max(1, len(edges) - 1) for edges in self._edges]
         self._strides = np.array([int(np.prod(lengths[dim + 1 :], dtype=np.int64)) for dim in range(dims)], np.int64)
         self.corners: list[Ints] = []
-        found = []
-        for ranks, part in ((kept[0], slice(0, split)), (kept[1], slice(split, None))):
+        sets = []
+        for ranks, part in ((filled[0], slice(0, split)), (filled[1], slice(split, None))):
             corner = corners[:, part]
             key = np.zeros(len(ranks), np.int64)
             for column in (*corner[0].T, *corner[1].T):
                 key = np.unique(key * (int(column.max(initial=0)) + 1) + column, return_inverse=True)[1]
             _, first, counts = np.unique(key, return_index=True, return_counts=True)
             self.corners.append(corner[:, first])
-            found.append(Sets(np.concatenate([[0], np.cumsum(counts)]), ranks[np.argsort(key, kind="stable")]))
-        self.sources, self.targets = found
+            sets.append(Sets(np.concatenate([[0], np.cumsum(counts)]), ranks[np.argsort(key, kind="stable")]))
+        self.sources, self.targets = sets
 
     def find_cells(self, corners: Ints) -> tuple[Ints, Ints]:
         """Return a pair (number of the distinct box, cell) for each cell of each distinct box of one side."""
@@ -174,25 +162,14 @@ class _Grid:
             sizes[:, dim] = edges[index + 1] - edges[index] if len(edges) else 0
         return starts, sizes
 
-    def volumes(self, cells: Ints) -> Ints:
-        """Return the number of elements of cells."""
-        volumes: Ints = self.boxes(cells)[1].prod(axis=1, dtype=np.int64)
-        return volumes
-
-
-def _counts(rows: Ints) -> Ints:
-    """Return how often each number occurs in sorted numbers 0 to n, without those that do not occur."""
-    counts = np.bincount(rows)
-    return counts[counts > 0]
-
 
 def _holder_sets(box: Ints, cell: Ints, cells: Ints, sources: Sets) -> tuple[Sets, Ints]:
     """Return sets of source ranks, and the number of the set that holds each of `cells`, which ascend.
 
     `box` and `cell` are the cells of each distinct source box, whose ranks `sources` has.
     """
-    kept = np.isin(cell, cells)
-    box, cell = box[kept], cell[kept]
+    is_wanted = np.isin(cell, cells)
+    box, cell = box[is_wanted], cell[is_wanted]
     order = np.lexsort((box, cell))
     box, cell = box[order], cell[order]
     counts = np.bincount(np.searchsorted(cells, cell), minlength=len(cells))
@@ -203,8 +180,8 @@ def _holder_sets(box: Ints, cell: Ints, cells: Ints, sources: Sets) -> tuple[Set
     # Boxes that overlap without being equal: each combination of boxes is a set of its own.
     numbers: dict[tuple[int, ...], int] = {}
     begins, ranks = list(sources.begins), [sources.ranks]
-    for at in np.flatnonzero(counts > 1):
-        boxes = tuple(box[first[at] : first[at] + counts[at]].tolist())
+    for index in np.flatnonzero(counts > 1):
+        boxes = tuple(box[first[index] : first[index] + counts[index]].tolist())
         if boxes not in numbers:
             together = np.concatenate(
                 [sources.ranks[sources.begins[number] : sources.begins[number + 1]] for number in boxes]
@@ -212,14 +189,8 @@ def _holder_sets(box: Ints, cell: Ints, cells: Ints, sources: Sets) -> tuple[Set
             numbers[boxes] = len(begins) - 1
             ranks.append(np.sort(together))
             begins.append(begins[-1] + len(together))
-        set_of_cell[at] = numbers[boxes]
+        set_of_cell[index] = numbers[boxes]
     return Sets(np.array(begins, np.int64), np.concatenate(ranks)), set_of_cell
-
-
-def _contains(holders: Sets, sets: Ints, ranks: Ints, count: int) -> npt.NDArray[np.bool_]:
-    """Return whether each set contains a rank."""
-    owner = np.repeat(np.arange(len(holders.lengths)), holders.lengths)
-    return np.isin(sets * count + ranks, owner * count + holders.ranks)
 
 
 def _sets_on_nodes(holders: Sets, sets: Ints, nodes: Ints, source_nodes: Ints) -> tuple[Sets, Ints]:
@@ -231,8 +202,8 @@ def _sets_on_nodes(holders: Sets, sets: Ints, nodes: Ints, source_nodes: Ints) -
     codes, begins = np.unique(code[order], return_index=True)
     parts = Sets(np.append(begins, len(order)), holders.ranks[order])
     asked = sets * count + nodes
-    at = np.minimum(np.searchsorted(codes, asked), max(0, len(codes) - 1))
-    return parts, np.where(codes[at] == asked, at, -1) if len(codes) else np.full(len(asked), -1)
+    index = np.minimum(np.searchsorted(codes, asked), max(0, len(codes) - 1))
+    return parts, np.where(codes[index] == asked, index, -1) if len(codes) else np.full(len(asked), -1)
 
 
 def _spread(sets: Sets, of_row: Ints, weights: Ints, load: npt.NDArray[np.float64], tensors: int) -> Ints:
@@ -249,7 +220,7 @@ def _spread(sets: Sets, of_row: Ints, weights: Ints, load: npt.NDArray[np.float6
         heap = heaps.get(number)
         if heap is None:
             ranks = sets.ranks[sets.begins[number] : sets.begins[number + 1]]
-            heap = heaps[number] = [(sent, at) for at, sent in enumerate(load[ranks].tolist())]
+            heap = heaps[number] = [(sent, index) for index, sent in enumerate(load[ranks].tolist())]
         sent, role[row] = heap[0]
         heapq.heapreplace(heap, (sent + weight, int(role[row])))
     turns = (role + np.arange(tensors)[:, None]) % lengths

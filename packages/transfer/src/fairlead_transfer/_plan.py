@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from ._display import as_bytes, table_text
 from ._layout import Layout
@@ -52,11 +51,8 @@ class TransferPlan:
 
     @cached_property
     def bytes_moved(self) -> int:
-        """The bytes that travel from one process to another."""
-        return sum(
-            int((same.pieces.volumes * ~same.pieces.local).sum()) * same.source.itemsize * len(same.names)
-            for same in self.tensor_sets
-        )
+        """The bytes that target ranks fetch, each of them once; also from their own process."""
+        return sum(int(same.pieces.volumes.sum()) * same.source.itemsize * len(same.names) for same in self.tensor_sets)
 
     @cached_property
     def bytes_between_nodes(self) -> int:
@@ -65,28 +61,7 @@ class TransferPlan:
         for same in self.tensor_sets:
             pieces = same.pieces
             crosses = self.source_nodes[pieces.senders] != self.target_nodes[pieces.receivers]
-            volumes = pieces.volumes * (~pieces.local & (pieces.via < 0))
-            total += int((crosses * volumes).sum()) * same.source.itemsize
-        return total
-
-    @cached_property
-    def bytes_by_sender(self) -> npt.NDArray[np.int64]:
-        """The bytes that each source rank sends to other processes; what crosses to a node for several counts once."""
-        sent = np.zeros(len(self.source_nodes))
-        for same in self.tensor_sets:
-            pieces = same.pieces
-            weights = pieces.volumes * (~pieces.local & (pieces.via < 0)) * same.source.itemsize
-            sent += np.bincount(pieces.senders.ravel(), np.tile(weights, len(same.names)), minlength=len(sent))
-        return sent.astype(np.int64)
-
-    @cached_property
-    def lower_bound(self) -> int:
-        """The bytes that have to travel between processes at least: what the targets want and do not hold already."""
-        total = 0
-        for same in self.tensor_sets:
-            wanted = int(same.target.volumes.sum())
-            own = int((same.pieces.volumes * same.pieces.local).sum())
-            total += (wanted - own) * same.source.itemsize * len(same.names)
+            total += int((crosses * pieces.volumes * (pieces.via < 0)).sum()) * same.source.itemsize
         return total
 
     def __repr__(self) -> str:
@@ -101,24 +76,14 @@ class TransferPlan:
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for same in self.tensor_sets:
-            pieces, first = same.pieces, same.names[0]
-            names = first if len(same.names) == 1 else f"{first} and {len(same.names) - 1} more"
-            moved = int((pieces.volumes * ~pieces.local).sum()) * same.source.itemsize * len(same.names)
-            senders = np.unique(pieces.senders[:, ~pieces.local])
-            receivers = np.unique(pieces.receivers[~pieces.local])
-            yield (
-                names,
-                str(same.source.shape),
-                _describe_boxes(same.source),
-                _describe_boxes(same.target),
-                _shorten(senders),
-                _shorten(receivers),
-                str(len(pieces.receivers)),
-                as_bytes(moved),
-            )
+            names = same.names[0] if len(same.names) == 1 else f"{same.names[0]} and {len(same.names) - 1} more"
+            moved = int(same.pieces.volumes.sum()) * same.source.itemsize * len(same.names)
+            pieces = same.pieces
+            ranks = [str(len(np.unique(ranks))) for ranks in (pieces.senders, pieces.receivers)]
+            yield names, str(same.source.shape), *ranks, str(len(pieces.receivers)), as_bytes(moved)
 
 
-HEADER = ("tensors", "shape", "source boxes", "target boxes", "senders", "receivers", "pieces each", "moved")
+HEADER = ("tensors", "shape", "senders", "receivers", "pieces each", "moved")
 
 
 def reshard(
@@ -127,20 +92,18 @@ def reshard(
     *,
     source_nodes: Sequence[Hashable],
     target_nodes: Sequence[Hashable],
-    same_processes: bool = False,
 ) -> TransferPlan:
     """Plan how tensors get from one layout to another.
 
-    Every element of every target box is fetched exactly once. Nothing travels that the same process already holds. A
-    piece that several ranks of one node want crosses to that node once. Among the ranks that hold a piece, one on the
-    same node is preferred, then the one that sends fewest bytes so far.
+    Every element of every target box is fetched exactly once. A piece that several ranks of one node want crosses to
+    that node once. Among the ranks that hold a piece, one on the same node is preferred, then the one that sends fewest
+    bytes so far.
 
     Args:
         source: the layout of each tensor in the source, by name; or one layout, of a tensor without a name.
         target: the same for the target.
         source_nodes: the node of each source rank, such as its id.
         target_nodes: the node of each target rank.
-        same_processes: whether source rank i and target rank i are one process.
 
     Returns:
         The plan.
@@ -160,8 +123,6 @@ def reshard(
     targets = {"": target} if isinstance(target, Layout) else dict(target)
     numbers = {node: number for number, node in enumerate(dict.fromkeys([*source_nodes, *target_nodes]))}
     nodes = [np.array([numbers[node] for node in side], np.int64) for side in (source_nodes, target_nodes)]
-    if same_processes and nodes[0].tolist() != nodes[1].tolist():
-        raise ValueError("same_processes needs the same nodes for the source and the target, rank by rank")
     for side, layouts, count in (("source", sources, len(nodes[0])), ("target", targets, len(nodes[1]))):
         if wrong := [name for name, layout in layouts.items() if layout.ranks != count]:
             ranks = layouts[wrong[0]].ranks
@@ -179,7 +140,6 @@ def reshard(
             wanted,
             source_nodes=nodes[0],
             target_nodes=nodes[1],
-            same_processes=same_processes,
             load=load,
             tensors=len(names),
         )
@@ -194,34 +154,22 @@ def reshard(
 
 def find_mismatches(sources: Mapping[str, Layout], targets: Mapping[str, Layout]) -> list[Mismatch]:
     """Return the tensors that only one side has, or whose global shapes or item sizes differ."""
-    found = []
+    mismatches = []
     for name in dict.fromkeys([*sources, *targets]):
         held, wanted = sources.get(name), targets.get(name)
         if held is None or wanted is None:
             side, other = ("target", "source") if held is None else ("source", "target")
             text = f"only the {side} has it: rename it with rename=, or leave it out with exclude="
-            found.append(
+            mismatches.append(
                 Mismatch(name, _shape(held), _shape(wanted), text.replace("has it", f"has it, not the {other}"))
             )
         elif held.shape != wanted.shape:
-            found.append(Mismatch(name, _shape(held), _shape(wanted), "the global shapes differ"))
+            mismatches.append(Mismatch(name, _shape(held), _shape(wanted), "the global shapes differ"))
         elif held.itemsize != wanted.itemsize:
             text = "the item sizes differ: give the dtype that travels with dtype="
-            found.append(Mismatch(name, f"{held.itemsize} B", f"{wanted.itemsize} B", text))
-    return found
+            mismatches.append(Mismatch(name, f"{held.itemsize} B", f"{wanted.itemsize} B", text))
+    return mismatches
 
 
 def _shape(layout: Layout | None) -> str:
     return "" if layout is None else str(layout.shape)
-
-
-def _describe_boxes(layout: Layout) -> str:
-    sizes = layout.sizes[layout.volumes > 0]
-    distinct = len(np.unique(np.hstack([layout.offsets, layout.sizes])[layout.volumes > 0], axis=0))
-    largest = "x".join(map(str, sizes.max(axis=0))) if len(sizes) else "empty"
-    return f"{distinct} of up to {largest}" + (f", {len(sizes) / distinct:g} replicas" if distinct < len(sizes) else "")
-
-
-def _shorten(ranks: npt.NDArray[np.int64], most: int = 6) -> str:
-    shown = ", ".join(map(str, ranks[:most]))
-    return shown if len(ranks) <= most else f"{shown}, ... ({len(ranks)})"

@@ -3,12 +3,10 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ._display import as_bytes, table_text
 from ._plan import TransferPlan
-from ._tasks import Tasks
-from .exceptions import Phase
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,6 @@ class TransferReport:
         slowest: that rank, by phase; of the source in collect and stage, otherwise of the target.
         total_s: seconds for all of it, as the driver saw it.
         transports: the transports in use, with the number of pairs of ranks.
-        rounds: how many rounds of requests there were.
         replicas_compared: whether source ranks that hold the same box have compared it.
     """
 
@@ -34,14 +31,13 @@ class TransferReport:
     slowest: Mapping[str, int]
     total_s: float
     transports: Mapping[str, int]
-    rounds: int
     replicas_compared: bool
 
     def __str__(self) -> str:
         transports = ", ".join(f"{name} ({pairs} pairs)" for name, pairs in self.transports.items())
         caption = (
             f"version {self.version}: {as_bytes(self.bytes_moved)} moved, {as_bytes(self.bytes_between_nodes)} between "
-            f"nodes, in {self.total_s:.3f} s and {self.rounds} rounds, by {transports or 'no transport'}"
+            f"nodes, in {self.total_s:.3f} s, by {transports or 'no transport'}"
             f"{', replicas compared' if self.replicas_compared else ''}"
         )
         rows = [(phase, f"{took:.3f}", str(self.slowest.get(phase, ""))) for phase, took in self.seconds.items()]
@@ -55,50 +51,11 @@ class TransferExplanation:
     Attributes:
         plan: who sends which piece to whom.
         transports: for each pair of a source rank and a target rank that exchange pieces, the transport.
-        reasons: for each transport in use, why it was chosen.
     """
 
     plan: TransferPlan
     transports: Mapping[tuple[int, int], str]
-    reasons: Mapping[str, str]
 
     def __str__(self) -> str:
-        moved, bound = as_bytes(self.plan.bytes_moved), as_bytes(self.plan.lower_bound)
-        counts = Counter(self.transports.values())
-        rows = [(name, str(pairs), self.reasons.get(name, "")) for name, pairs in counts.items()]
-        caption = f"{moved} move between processes; the lower bound is {bound}"
-        return f"{self.plan}\n" + table_text(caption, ("transport", "pairs of ranks", "why"), rows)
-
-
-@dataclass
-class Costs:
-    """What one attempt has cost, from the replies of the workers."""
-
-    rounds: int = 0  # of requests
-    bytes_moved: int = 0  # which target ranks have fetched
-    _measured: list[tuple[str, float, int]] = field(default_factory=list)
-
-    def note(self, phase: Phase, rank: int, seconds: float) -> None:
-        """Note how long a phase took on a rank."""
-        self._measured.append((phase, seconds, rank))
-
-    def report(
-        self, version: int, plan: TransferPlan, tasks: Tasks, total_s: float, *, compared: bool
-    ) -> TransferReport:
-        """Return the report of a transfer."""
-        seconds: dict[str, float] = {}
-        slowest: dict[str, int] = {}
-        for phase, took, rank in self._measured:
-            if took >= seconds.get(phase, 0.0):
-                seconds[phase], slowest[phase] = took, rank
-        return TransferReport(
-            version,
-            self.bytes_moved,
-            plan.bytes_between_nodes,
-            seconds,
-            slowest,
-            total_s,
-            dict(Counter(tasks.transports.values())),
-            self.rounds,
-            compared,
-        )
+        rows = [(name, str(pairs)) for name, pairs in Counter(self.transports.values()).items()]
+        return table_text(str(self.plan), ("transport", "pairs of ranks"), rows)

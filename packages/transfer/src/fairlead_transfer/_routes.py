@@ -8,18 +8,11 @@ from typing import Any, Literal
 from ._descriptions import Selection, Tensors, check_dtypes, read_side, with_ranks
 from ._layout import Layout
 from ._plan import TransferPlan, find_mismatches, reshard
-from ._report import TransferExplanation
 from ._side import Side
 from ._tasks import Tasks, make_tasks
 from .exceptions import LayoutMismatchError
 
 Transport = Literal["auto", "object_store"]
-
-REASONS = {
-    "shared_memory": "the ranks are on one node",
-    "tcp": "the ranks are on different nodes",
-    "object_store": "the link has transport='object_store'",
-}
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class Router:
         self._kept: Route | None = None
         self._made_for: Any = None
         # The route by which replicas were compared last.
-        self._compared: Route | None = None
+        self.compared: Route | None = None
 
     @property
     def kept(self) -> Route | None:
@@ -58,17 +51,6 @@ class Router:
             [(rank, end.process, end.described) for rank, end in side.ends.items()]
             for side in (self._source, self._target)
         ]
-
-    def needs_digests(self, route: Route | None, check_replicas: str) -> bool:
-        """Return whether replicas are to be compared in a transfer by a route, as the link's `check_replicas` says."""
-        return check_replicas == "always" or (
-            check_replicas == "first" and (route is None or route is not self._compared)
-        )
-
-    def note_compared(self, route: Route) -> None:
-        """Note that replicas have been compared in a transfer by the last route."""
-        if route is self.kept:
-            self._compared = route
 
     def make(self, without: Collection[int] = ()) -> Route:
         """Make the route from the source, without some of its ranks, to all target ranks, and keep it."""
@@ -88,11 +70,6 @@ class Router:
         held = self._read(replicas, good)
         wanted = with_ranks(self._read(self._target, ranks), ranks)
         return self._route(replicas, held, wanted, ranks)
-
-    def explain(self, route: Route) -> TransferExplanation:
-        """Describe a route for people."""
-        transports = route.tasks.transports
-        return TransferExplanation(route.plan, transports, {kind: REASONS[kind] for kind in transports.values()})
 
     def _read(self, side: Side, ranks: Collection[int], *, renamed: bool = False) -> Tensors:
         described = [side.ends[member.rank].described if member.rank in ranks else None for member in side.members]

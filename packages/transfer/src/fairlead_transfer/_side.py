@@ -14,7 +14,7 @@ from fairlead_workergroup.spi import Member, Reply, WorkerProcess, cancel, colle
 
 from ._remote.end import End
 from ._remote.entry import serve
-from ._remote.replies import Committed, Described
+from ._remote.replies import Committed
 from .exceptions import State
 
 SideName = Literal["source", "target", "replica"]
@@ -150,13 +150,6 @@ class Side:
                 if rank not in replies or replies[rank].late is not None
             }
         )
-
-    def note_description(self, rank: int, reply: Described) -> None:
-        """Note what an end has said of its tensors."""
-        state = self.ends[rank]
-        state.number = reply.number
-        if reply.tensors is not None:
-            state.described = reply.tensors
 
     def release(self, epoch: int, ranks: Collection[int] | None = None) -> None:
         """Have the living ends, or some of them, drop the tensors of an attempt, without waiting for it."""

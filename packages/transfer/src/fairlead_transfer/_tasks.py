@@ -24,20 +24,11 @@ KINDS = "shared_memory", "tcp", "object_store"
 class CommitOptions(NamedTuple):
     """How targets commit, as the arguments of a link say."""
 
-    before: str | None
-    pauses: bool
+    first: str | None  # a method that is called before the wait for the methods that run, which it may end
+    before: str | None  # a method that is called instead of such a wait
     after: str | None
     apply: str | None
     chunk_bytes: int
-
-    @property
-    def prepares(self) -> bool:
-        """Whether `before` runs before the wait for the methods that run, which it may end."""
-        return self.before is not None and not self.pauses
-
-    def as_arguments(self) -> tuple[Any, ...]:
-        """Return them for the commit of an end."""
-        return None if self.prepares else self.before, self.after, self.apply, self.chunk_bytes
 
 
 @dataclass(frozen=True)
@@ -158,7 +149,7 @@ def _lay_out(
         if number == len(mine):
             mine.append({"kind": kind, "blocks": [], "size": 0})
         channel = mine[number]
-        begin = [at - int(offset) for at, offset in zip(start, layout.offsets[sender], strict=True)]
+        begin = [first - int(offset) for first, offset in zip(start, layout.offsets[sender], strict=True)]
         channel["blocks"].append((index, _box(begin, size), size, channel["size"]))
         blocks[piece] = number, channel["size"]
         channel["size"] += -(-math.prod(size) * layout.itemsize // ALIGNED) * ALIGNED

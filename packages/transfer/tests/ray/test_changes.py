@@ -136,49 +136,6 @@ def test_sends_and_resizes(local_ray, tmp_path, eventually):
         assert link.versions() == {0: 30, 1: 30}
 
 
-@pytest.mark.nightly
-def test_sends_between_calls(groups):
-    """Sends go between calls: each brings what the calls before it have left, and nothing later."""
-    source, target = groups
-    with Link(source, target, source="weights", target="weights") as link:
-        for version in range(3):
-            source.call("fill", version + 1.0)
-            assert link.send(version, timeout=60).version == version
-            later = source.call("fill", 100.0)
-            assert target.call("holds").result(timeout=60) == [version + 1.0] * 2
-            later.result(timeout=60)
-
-
-@pytest.mark.nightly
-def test_sends_during_resizes(local_ray, tmp_path):
-    """Sends serve the ranks that there are while a group grows and shrinks in another thread."""
-    folder, axes = str(tmp_path), NamedSharding.from_shape(replica=2)
-    with RayVirtualCluster([4], use_gpus=False) as cluster, ThreadPoolExecutor() as threads:
-        slots = cluster.slots()
-        with (
-            RayWorkerGroup(slots[:1], RayWorkerBuilder(Gated, folder, {}, 1.0), name_prefix="policy") as source,
-            RayWorkerGroup(
-                slots[1:3],
-                RayWorkerBuilder(Gated, folder, {}),
-                name_prefix="generation",
-                sharding_annotations=axes,
-                elastic=Elastic(on_resize="rejoin"),
-            ) as target,
-            Link(source, target, source="weights", target="weights") as link,
-        ):
-            for version, size in enumerate([3, 1, 2]):
-                source.call("fill", version + 1.0).result(timeout=60)
-                more = slots[3:] if size == 3 else slots[2:3] if size == 2 else None
-                resize = threads.submit(target.resize, replica=size, slots=more, timeout=60)
-                # A worker that leaves or joins meanwhile is named; the next send serves who is there.
-                with contextlib.suppress(TransferError):
-                    link.send(2 * version, timeout=60)
-                resize.result(120)
-                assert link.send(2 * version + 1, timeout=60).version == 2 * version + 1
-                assert target.call("holds").result(timeout=60) == [version + 1.0] * size
-                assert link.versions() == dict.fromkeys(range(size), 2 * version + 1)
-
-
 def inspect(*arguments):
     """Run the command line in another process; return its exit status and what it prints."""
     command = [sys.executable, "-m", "fairlead_inspect", *arguments, "--timeout", "60", "--json"]

@@ -9,10 +9,8 @@ import pytest
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, Restart
-from fairlead_workergroup.testing import kill
 
-from ..faults import check_fault
-from ..gpu_holders import AsyncHolder, Holder, Replica
+from ..gpu_holders import AsyncHolder, Holder
 
 SLOTS = 8
 
@@ -64,33 +62,6 @@ def test_apply(groups):
     with Link(source, target, source="weights", apply="load", chunk_bytes=1 << 16) as link:
         link.send(0, timeout=60)
     assert target.call("holds").result() == [5.0, 5.0]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sync(slots, transport):
-    """A rank that was started again gets the version from what is kept, or from its peers."""
-    with groups_of(slots[4:], Replica) as (source, target):
-        source.call("fill", 2.0).result()
-        with Link(source, target, source="weights", target="weights", transport=transport) as link:
-            link.send(0, timeout=60)
-            kill(target, 1)
-            assert target.restart_failed_workers() == [1]
-            assert target.call("holds").result() == [2.0, 0.0]
-            link.sync(timeout=60)
-            assert target.call("holds").result() == [2.0, 2.0]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("side", "phase", "how"), [("source", "stage", "kill"), ("target", "move", "kill"), ("target", "commit", "stop")]
-)
-def test_faults(slots, side, phase, how):
-    """A lost rank is named in time, targets stay old before the decision, and the next send works."""
-    with (
-        groups_of(slots[4:], Replica) as (source, target),
-        Link(source, target, source="weights", target="weights") as link,
-    ):
-        check_fault(source, target, link, side, phase, how, itertools.count(1), timeout_s=10.0)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -3,23 +3,19 @@
 
 import asyncio
 import inspect
-import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from fairlead_transfer import TransferError
-from fairlead_transfer.adapters import _members
 
 from ..engines import digest, find_left, make_weights
 
 pytestmark = pytest.mark.nightly
 
 MODULE = "fairlead_transfer.adapters.verl"
-HOSTS = Path(__file__).parents[4] / "integration-tests"
 
 
 class Group:
@@ -102,14 +98,9 @@ def test_base_class(verl_base):
         assert list(ours.parameters) == list(theirs.parameters), name
 
 
-@pytest.mark.parametrize("nodes", ["a", "ab"])
-def test_manager(manager, monkeypatch, nodes):
-    """verl's manager brings every tensor to every rollout worker, again and again, and nothing is left.
-
-    With two nodes the engines believe that they cannot share memory with half of the others.
-    """
-    found, names = {}, itertools.cycle(nodes)
-    monkeypatch.setattr(_members, "find_node", lambda: next(names))
+def test_manager(manager):
+    """verl's manager brings every tensor to every rollout worker, again and again, and nothing is left."""
+    found = {}
 
     async def send(rank, engine, step):
         await engine.send_weights(iter(make_weights(step, scale=5003)), global_steps=step)
@@ -150,70 +141,3 @@ def test_failing_consumer(manager):
     for engine in engines:
         engine.finalize()
     assert find_left() == []
-
-
-class HostGroup:
-    """In place of verl's worker group: the workers are processes on several hosts."""
-
-    def __init__(self, processes, options=None, sizes=()):
-        self.processes, self.options, self.sizes = processes, options, sizes
-        self.world_size = len(processes)
-
-    def execute_checkpoint_engine(self, method, **kwargs):
-        for at, (process, name) in enumerate(zip(self.processes, method, strict=True)):
-            if name == "prepare":
-                process.begin("prepare", "verl", self.options)
-            else:
-                process.begin("call", name, **{key: values[at] for key, values in kwargs.items()})
-        return self.processes
-
-    def update_weights(self, global_steps, mode=None):
-        for process in self.processes:
-            process.begin(*(("send", global_steps, self.sizes) if mode else ("receive",)))
-        return self.processes
-
-
-def test_manager_over_two_hosts(verl_base, monkeypatch):
-    """verl's manager brings every tensor from 2 ranks on two hosts to 4 rollout workers there, again and again."""
-    if not HOSTS.is_dir():
-        pytest.skip("the tests on several hosts are not here: use a checkout")
-    monkeypatch.syspath_prepend(str(HOSTS))
-    from multihost import engine_main, network
-    from multihost.engines import EngineHosts
-
-    if reason := network.explain_unavailable():
-        pytest.skip(reason)
-    sizes, results, options = [600_000] * 4 + [3_000_001, 7], [], {"bucket_size": 4 << 20, "timeout": 60.0}
-
-    def get(processes):
-        results[:] = [process.end(120) for process in processes]
-        assert not [result for result in results if isinstance(result, BaseException)], results
-        return list(results)
-
-    def update(driver, step):
-        """Update the weights; return what the rollout workers have got."""
-        received = []
-        monkeypatch.setattr(verl_base.ray, "get", lambda processes: received.append(get(processes)) or received[-1])
-        assert driver.update_weights(step) == {}
-        return received[-2][2:]  # before all are finalized
-
-    monkeypatch.setattr(verl_base.CheckpointEngineRegistry, "_registry", {})
-    sys.modules.pop(MODULE, None)
-    with network.Network() as made:
-        hosts = EngineHosts(made, (3, 3))
-        try:
-            (first, *near), (second, *far) = hosts.processes
-            driver = verl_base.CheckpointEngineManager(
-                SimpleNamespace(backend="fairlead", custom_backend_module=MODULE), None, []
-            )
-            driver.actor_wg = HostGroup([first, second], options, sizes)
-            driver.replicas = [Replica(near), Replica(far)]
-
-            def make_group(worker_handles, ray_cls_with_init):
-                return HostGroup(worker_handles, options)
-
-            monkeypatch.setattr(verl_base, "RayWorkerGroup", make_group)
-            for step in (1, 2):
-                assert update(driver, step) == [engine_main.digest_weights(step, sizes)] * 4
-        finally:
-            hosts.close()

@@ -328,6 +328,53 @@ def test_failure_that_every_process_survives():
         one.finalize()
 
 
+def test_receiver_that_is_a_transfer_behind():
+    """A receiver that still waits for the weights of an earlier transfer never gets those of a later one for them."""
+    engines = make_engines(1, 2, timeout=30.0)
+    old, new = make_weights(1), make_weights(2)
+    first = run_all(engines[0].send_weights(iter(old)), receive(engines[1]))
+    with pytest.raises(asyncio.TimeoutError):  # the other receiver does not come
+        asyncio.run(asyncio.wait_for(first, 0.5))
+
+    async def receive_twice(engine):
+        return [*await run_all(receive(engine)), await receive(engine)]
+
+    received = [(name, digest(tensor)) for name, tensor in new]
+    sent = engines[0].send_weights(iter(new))
+    results = asyncio.run(run_all(sent, receive(engines[1]), receive_twice(engines[2])))
+    late = results[2][0]
+    assert isinstance(late, TransferError), late
+    assert "target rank 1 on node" in str(late)
+    assert "it began transfer 1 of its engine, and source rank 0 is at transfer 2" in str(late)
+    assert [results[0], results[1], results[2][1]] == [None, received, received]
+    for engine in engines:
+        engine.finalize()
+
+
+def test_receiver_that_is_a_transfer_ahead():
+    """The transfer that it has given up fails at once, and the next one waits for it."""
+    engines = make_engines(1, 2, timeout=30.0)
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(receive(engines[2]), 0.3))
+
+    async def send_twice():
+        first, second = (engines[0].send_weights(iter(make_weights(seed))) for seed in (1, 2))
+        return [*await run_all(first), await second]
+
+    async def receive_twice():
+        return [*await run_all(receive(engines[1])), await receive(engines[1])]
+
+    (failed, sent), (error, first), second = asyncio.run(run_all(send_twice(), receive_twice(), receive(engines[2])))
+    assert isinstance(failed, TransferError), failed
+    assert "target rank 1 on node" in str(failed)
+    assert "it began transfer 2 of its engine, and source rank 0 is at transfer 1" in str(failed)
+    assert isinstance(error, TransferError), error
+    received = [(name, digest(tensor)) for name, tensor in make_weights(2)]
+    assert (sent, first, second) == (None, received, received)
+    for engine in engines:
+        engine.finalize()
+
+
 def test_members_that_do_not_read():
     """A message to all reaches those that read, although others do not; it takes one deadline for all."""
     pairs = [socket.socketpair() for _ in range(20)]
@@ -358,22 +405,22 @@ def test_strangers():
     listening = listen("127.0.0.1")
     address = listening.getsockname()
     with connect(address, time.monotonic() + 5) as early, pytest.raises(Late):
-        introduce(early, SECRET, 1, time.monotonic() + 0.2)
+        introduce(early, SECRET, (1, 0), time.monotonic() + 0.2)
     members = []
-    listener = Listener(listening, SECRET, lambda number, connection: members.append((number, connection)))
+    listener = Listener(listening, SECRET, lambda caller, connection: members.append((caller, connection)))
     deadline = time.monotonic() + 30
     silent = [socket.create_connection(address, 5) for _ in range(2 * MOST_UNPROVEN)]
     member = connect(address, deadline)
-    introduce(member, SECRET, 7, deadline)
+    introduce(member, SECRET, (7, 3), deadline)
     while not members and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert [number for number, _ in members] == [7]
+    assert [caller for caller, _ in members] == [(7, 3)]
     with socket.create_connection(address, 1) as stranger:
         stranger.sendall(b"x" * 200)
         stranger.settimeout(5)
         assert len(stranger.recv(100)) <= 32  # the question, and no answer
     with connect(address, deadline) as stranger, pytest.raises(Gone):
-        introduce(stranger, b"w" * 32, 1, deadline)
+        introduce(stranger, b"w" * 32, (1, 0), deadline)
     assert len(members) == 1
     listener.close()
     with pytest.raises(Gone, match="does not listen"):
@@ -382,11 +429,34 @@ def test_strangers():
         connection.close()
 
 
+def test_relayed_proof():
+    """A stranger that relays a member's connection to the listener at another address learns nothing."""
+    listening, relaying, members = listen("127.0.0.1"), listen("127.0.0.1"), []
+    listener = Listener(listening, SECRET, lambda caller, connection: members.append(caller))
+
+    def relay():
+        connection, _ = relaying.accept()
+        with connection, socket.create_connection(listening.getsockname(), 5) as onward:
+            connection.settimeout(5)
+            connection.sendall(onward.recv(1 << 10))
+            onward.sendall(connection.recv(1 << 10))
+            connection.sendall(onward.recv(1 << 10))
+
+    with ThreadPoolExecutor(1) as threads, connect(relaying.getsockname(), time.monotonic() + 5) as member:
+        relayed = threads.submit(relay)
+        with pytest.raises(Gone):
+            introduce(member, SECRET, (1, 0), time.monotonic() + 5)
+        relayed.result(10)
+    assert members == []
+    listener.close()
+    relaying.close()
+
+
 def test_many_members_at_a_time():
     """Members that the listener turns away, because many connect before they prove anything, come again."""
     listening, members, count = listen("127.0.0.1"), [], 2 * MOST_UNPROVEN
     address, all_connected = listening.getsockname(), threading.Barrier(count)
-    listener = Listener(listening, SECRET, lambda number, connection: members.append((number, connection)))
+    listener = Listener(listening, SECRET, lambda caller, connection: members.append((caller, connection)))
 
     def join_with_others(number):
         connected = []
@@ -396,7 +466,7 @@ def test_many_members_at_a_time():
             if len(connected) == 1:
                 all_connected.wait(30)
 
-        return join(address, SECRET, number, time.monotonic() + 60, add)
+        return join(address, SECRET, (number, 0), time.monotonic() + 60, add)
 
     with leave_nothing(), ThreadPoolExecutor(count) as threads:
         joined = list(threads.map(join_with_others, range(count)))
@@ -405,7 +475,7 @@ def test_many_members_at_a_time():
             time.sleep(0.01)
         assert not any(map(is_closed, joined))
         listener.close()
-        assert sorted(number for number, _ in members) == list(range(count))
+        assert sorted(number for (number, _), _ in members) == list(range(count))
         for connection in (*joined, *(connection for _, connection in members)):
             connection.close()
 
@@ -442,7 +512,7 @@ def test_error_that_was_sent_before_the_end():
         "node": "a",
     }
     ours, theirs = socket.socketpair()
-    transfer = Transfer(make_memberships([member] * 3, 1)[2], 5, 10.0)
+    transfer = Transfer(make_memberships([member] * 3, 1)[2], 1, 5, 10.0)
     transfer.connections[0] = ours
     killed = TransferError("move", 5, (RankFailure("target", 0, "a", "it was killed"),), {}, "Send again.")
     for message in (Start(), killed):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import types
-import zlib
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, LocalTensor
 from fairlead_transfer._remote.entry import SHARED, note_weights
 from fairlead_transfer._remote.replies import Committed
-from fairlead_transfer._remote.tensors import digest, library
 from fairlead_workergroup._remote.progress import NO_WEIGHTS, Record
 
 from ..ends import Ends, Worker
@@ -72,26 +70,6 @@ def make_random_mesh(rng, sizes):
             if shape and rng.random() < 0.7:
                 dims.setdefault(name, {}).setdefault(rng.randrange(len(shape)), []).append(axis)
     return NamedSharding.from_shape(**axes), dims
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_meshes(seed):
-    """Every tensor arrives bit by bit, between any two meshes, and the bytes are the lower bound."""
-    rng = random.Random(seed)
-
-    values = model(rng.choice(["float32", "int8", "complex128", "bool"]))
-    sources = shard(values, *make_random_mesh(rng, [1, 2, 3]))
-    expected = shard(values, *make_random_mesh(rng, [1, 2, 3]))
-    ends = Ends(sources, zeros(expected))
-    moved = ends.send(1)
-    assert same(ends.workers["target"], expected)
-    assert moved == ends.plan().lower_bound
-    for worker in sources:
-        worker.tensors["norm"].tensor[...] = 7
-    for worker in expected:
-        worker.tensors["norm"].tensor[...] = 7
-    ends.send(2)
-    assert same(ends.workers["target"], expected)
 
 
 def make_random_ends(rng):
@@ -149,7 +127,7 @@ def test_random_layouts_and_faults(first):
             break_down(rng, ends)
             held = [local.tensor for worker in ends.workers["target"] for local in worker.tensors.values()]
             assert not any(tensor.any() for tensor in held)
-            ends.send(2)
+            assert ends.send(2) == ends.plan().bytes_moved
             assert same(ends.workers["target"], expected)
             ends.close()
             del ends
@@ -365,13 +343,6 @@ def test_methods_may_be_async():
     target = Async({"a": np.zeros(4)})
     Ends([Async({"a": np.ones(4)})], [target]).send(1)
     assert target.tensors["a"].all()
-
-
-def test_digest_of_other_memory():
-    """A tensor that is not in one piece has the digest of its bytes in order, and so has one that is cast."""
-    tools, value = library("numpy"), np.asfortranarray(np.random.default_rng(0).standard_normal((70, 71)))
-    assert digest(tools, value, "float64") == zlib.crc32(value.tobytes())
-    assert digest(tools, value, "float32") == zlib.crc32(value.astype("float32").tobytes())
 
 
 def test_ends_need_neither_numpy_nor_torch_to_load():

@@ -106,12 +106,10 @@ def test_many_mismatches_stay_readable():
 
 
 def test_nodes():
-    """There is one node for each rank, and equal processes are on equal nodes."""
+    """There is one node for each rank."""
     layout = Layout.replicated((4,), 2)
     with pytest.raises(ValueError, match="is for 2 ranks, but source_nodes has 1"):
         reshard(layout, layout, source_nodes="a", target_nodes="ab")
-    with pytest.raises(ValueError, match="the same nodes"):
-        reshard(layout, layout, source_nodes="ab", target_nodes="ba", same_processes=True)
 
 
 def test_tables():

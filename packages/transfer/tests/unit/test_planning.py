@@ -6,8 +6,6 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, reshard
@@ -17,17 +15,15 @@ PAIRS = int(os.environ.get("FAIRLEAD_PAIRS", "300"))
 pytestmark = [pytest.mark.nightly] if "FAIRLEAD_PAIRS" in os.environ else []
 
 
-def random_layout(rng, shape, ranks=None):
+def random_layout(rng, shape):
     """Return a layout of a random mesh of up to 4 axes; or, one time in five, boxes that overlap anyhow."""
     if rng.random() < 0.2:
-        ranks = ranks or rng.randint(1, 6)
+        ranks = rng.randint(1, 6)
         offsets = [[rng.randint(0, length) for length in shape] for _ in range(ranks)]
         sizes = [[rng.randint(0, n - at) for n, at in zip(shape, box, strict=True)] for box in offsets]
         return Layout(shape, np.array(offsets).reshape(ranks, -1), np.array(sizes).reshape(ranks, -1))
     names = ["a", "b", "c", "d"][: rng.randint(1, 4)]
     mesh = {name: rng.choice([1, 2, 2, 3]) for name in names}
-    if ranks is not None:
-        mesh = {"a": ranks}
     dims = {}
     for name in rng.sample(list(mesh), len(mesh)):
         if rng.random() < 0.75:
@@ -43,15 +39,14 @@ def holders(layout):
     return masks
 
 
-def check(source, target, source_nodes, target_nodes, same, tensors):
-    """Compare a plan with the masks of the layouts; return its bytes and its lower bounds."""
+def check(source, target, source_nodes, target_nodes, tensors):
+    """Compare a plan with the masks of the layouts."""
     names = [f"t{number}" for number in range(tensors)]
     plan = reshard(
         dict.fromkeys(names, source),
         dict.fromkeys(names, target),
         source_nodes=source_nodes,
         target_nodes=target_nodes,
-        same_processes=same,
     )
     assert sorted(plan.names) == names
     (tensor_set,) = plan.tensor_sets
@@ -68,14 +63,11 @@ def check(source, target, source_nodes, target_nodes, same, tensors):
         ):
             fetched[receiver][box] += 1
             assert held[sender][box].all()
-            own = same and held[receiver][box].all()
-            assert pieces.local[row] == own
-            assert not own or sender == receiver
             near = [rank for rank in range(source.ranks) if source_nodes[rank] == target_nodes[receiver]]
-            if not own and any(held[rank][box].all() for rank in near):
+            if any(held[rank][box].all() for rank in near):
                 assert source_nodes[sender] == target_nodes[receiver]
                 assert via == -1
-            elif not own:
+            else:
                 key = target_nodes[receiver], pieces.starts[row].tobytes()
                 if via == -1:
                     assert key not in direct  # it crosses to this node once
@@ -85,8 +77,7 @@ def check(source, target, source_nodes, target_nodes, same, tensors):
             receiver = pieces.receivers[row]
             assert direct[target_nodes[receiver], pieces.starts[row].tobytes()] == pieces.via[row]
             assert target_nodes[pieces.via[row]] == target_nodes[receiver]
-    own = held if same else np.zeros_like(wanted)
-    assert plan.bytes_moved == plan.lower_bound == tensors * int((wanted & ~own).sum())
+    assert plan.bytes_moved == tensors * int(wanted.sum())
     between = 0
     for node in set(target_nodes):
         there = np.array([one == node for one in source_nodes])
@@ -99,8 +90,7 @@ def check_random(seed):
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 7) for _ in range(rng.randint(1, 3)))
     source = random_layout(rng, shape)
-    same = rng.random() < 0.3
-    target = random_layout(rng, shape, source.ranks if same else None)
+    target = random_layout(rng, shape)
     # The first source rank holds whatever the others leave.
     source = Layout(
         shape,
@@ -109,14 +99,10 @@ def check_random(seed):
             [source.sizes, [shape if rng.random() < 0.5 or not holders(source).any(0).all() else [0] * len(shape)]]
         ),
     )
-    if same:
-        target = Layout(
-            shape, np.vstack([target.offsets, target.offsets[:1]]), np.vstack([target.sizes, target.sizes[:1]])
-        )
     nodes = rng.randint(1, 3)
     source_nodes = [rng.randrange(nodes) for _ in range(source.ranks)]
-    target_nodes = source_nodes if same else [rng.randrange(nodes + 1) for _ in range(target.ranks)]
-    check(source, target, source_nodes, target_nodes, same, tensors=rng.randint(1, 3))
+    target_nodes = [rng.randrange(nodes + 1) for _ in range(target.ranks)]
+    check(source, target, source_nodes, target_nodes, tensors=rng.randint(1, 3))
 
 
 def test_random_pairs():
@@ -127,17 +113,6 @@ def test_random_pairs():
         except AssertionError as error:
             error.add_note(f"seed {seed}")
             raise
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_any_shape(shape, seed):
-    """A plan from a mesh with axes over all dims to the unsharded tensor is complete."""
-    rng = random.Random(seed)
-    target = Layout.replicated(shape, 2)
-    source = Layout.replicated(shape, 1)
-    while source.ranks == 1 or not holders(source).any(0).all():
-        source = random_layout(rng, tuple(shape))
-    check(source, target, [rng.randrange(2) for _ in range(source.ranks)], [0, 1], False, tensors=2)
 
 
 def test_scalars():
@@ -154,6 +129,15 @@ def test_empty_tensors():
     plan = reshard(Layout.replicated((0, 3), 2), Layout.replicated((0, 3), 1), source_nodes="ab", target_nodes="a")
     assert plan.bytes_moved == 0
     assert len(plan.tensor_sets[0].pieces.receivers) == 0
+
+
+def count_sent(plan):
+    """Return the bytes that each source rank sends; what crosses to a node for several ranks counts once."""
+    sent = np.zeros(len(plan.source_nodes))
+    for same in plan.tensor_sets:
+        for senders in same.pieces.senders:
+            np.add.at(sent, senders, same.pieces.volumes * (same.pieces.via < 0) * same.source.itemsize)
+    return sent
 
 
 @pytest.mark.parametrize("tensors", [1, 2, 7, 200])
@@ -179,7 +163,7 @@ def test_senders_are_balanced(source, target, tensors):
             source_nodes=["s"] * held.ranks,
             target_nodes=[nodes] * wanted.ranks,
         )
-        sent = plan.bytes_by_sender
+        sent = count_sent(plan)
         if int((plan.tensor_sets[0].pieces.via < 0).sum()) * tensors % held.ranks == 0:
             assert sent.max() <= 1.05 * sent.mean()
 
@@ -194,7 +178,7 @@ def test_senders_are_balanced_over_many_shapes():
         source_nodes="abcd",
         target_nodes="e",
     )
-    assert plan.bytes_by_sender.max() <= 1.05 * plan.bytes_by_sender.mean()
+    assert count_sent(plan).max() <= 1.05 * count_sent(plan).mean()
 
 
 def test_same_layouts_are_planned_once():

@@ -22,8 +22,8 @@ from .sockets import Gone, Late, close, fill, join, read, run
 REQUEST = "!16sQQ"
 # The generation that is sent; 0 if the segment has another one, or is not there.
 REPLY = "!Q"
-# The number of a process that connects to read segments.
-READER = (1 << 32) - 1
+# A process that connects to read segments, for any transfer.
+READER = (1 << 32) - 1, 0
 
 
 def serve(connection: socket.socket, segments: Segments) -> None:
@@ -68,24 +68,17 @@ class Reader:
         self._connections: dict[Any, tuple[Any, Any]] = {}
         self._closed = False
 
-    def read(self, wishes: Mapping[Any, Sequence[Wish]], deadline: float, *, checks: bool = True) -> None:
-        """Read segments into their places, by a key of the process that sends them; Unread if that fails.
-
-        Without `checks`, their owners must not write them before they know that they have been read.
-        """
-        if len(wishes) < 2:
-            for key, parts in wishes.items():
-                self._read_from(key, parts, deadline, checks)
-            return
-        with ThreadPoolExecutor(len(wishes), "fairlead-transfer-read") as threads:
-            reads = [threads.submit(self._read_from, key, parts, deadline, checks) for key, parts in wishes.items()]
+    def read(self, wishes: Mapping[Any, Sequence[Wish]], deadline: float) -> None:
+        """Read segments into their places, by a key of the process that sends them; Unread if that fails."""
+        with ThreadPoolExecutor(max(1, len(wishes)), "fairlead-transfer-read") as threads:
+            reads = [threads.submit(self._read_from, key, parts, deadline) for key, parts in wishes.items()]
             done, _ = wait(reads, return_when=FIRST_EXCEPTION)
             if any(read.exception() for read in done):
                 self.keep_only(())  # other threads wait for some
         for ended in done:
             ended.result()
 
-    def _read_from(self, key: Any, wishes: Sequence[Wish], deadline: float, checks: bool) -> None:
+    def _read_from(self, key: Any, wishes: Sequence[Wish], deadline: float) -> None:
         """Read what one process sends; if the kept connection to it is gone, over a new one."""
         peer = wishes[0].address, wishes[0].secret
         known, connection = self._connections.get(key, (None, None))
@@ -93,8 +86,7 @@ class Reader:
             if known != peer:
                 connection = join(*peer, READER, deadline, functools.partial(self._keep, key, peer))
             _ask(key, connection, wishes, deadline, with_content=True)
-            if checks:
-                _ask(key, connection, wishes, deadline, with_content=False)
+            _ask(key, connection, wishes, deadline, with_content=False)
         except BaseException as error:
             was_open = self._forget(key)  # an answer may be on its way
             if isinstance(error, Late):
@@ -103,7 +95,7 @@ class Reader:
                 raise
             if known != peer or not was_open:
                 raise Unread("lost", key, str(error)) from error
-            self._read_from(key, wishes, deadline, checks)
+            self._read_from(key, wishes, deadline)
 
     def _keep(self, key: Any, peer: Any, connection: socket.socket) -> None:
         """Keep a new connection; Gone if the reader was closed meanwhile."""

@@ -2,7 +2,8 @@
 """Connections between processes of a transfer.
 
 Both processes prove that they know the secret of the transfer before either reads more, because messages are pickled
-and weights are not for strangers. A stranger holds up nobody: each connection is answered in a thread of its own.
+and weights are not for strangers. The proofs cover the address to which the connection was made, so that a stranger
+cannot relay them from another one. A stranger holds up nobody: each connection is answered in a thread of its own.
 """
 
 import contextlib
@@ -27,7 +28,9 @@ CONNECT_S = 10.0
 MOST_UNPROVEN = 64
 # Seconds between two looks at what may have ended a wait.
 LOOK_S = 0.2
-NUMBER = "!I"
+CALLER = "!II"
+# Who has connected: the number of a process, and that of the transfer for which it comes.
+Caller = tuple[int, int]
 
 
 class Late(Exception):
@@ -43,16 +46,14 @@ def prove(secret: bytes, content: bytes) -> bytes:
     return hmac.new(secret, content, hashlib.sha256).digest()
 
 
+def derive_key(secret: bytes, address: tuple[Any, ...]) -> bytes:
+    """Return the key for connections to an address, so that a proof at one address is none at another."""
+    return prove(secret, f"{address[0]} {address[1]}".encode())
+
+
 def listen(host: str) -> socket.socket:
     """Return a socket that listens on a port of an address of this host; a `Listener` answers its connections."""
-    listening = socket.socket()
-    try:
-        listening.bind((host, 0))
-        listening.listen(1024)
-    except BaseException:
-        listening.close()
-        raise
-    return listening
+    return socket.create_server((host, 0), backlog=1024)
 
 
 def connect(address: tuple[str, int], deadline: float) -> socket.socket:
@@ -65,22 +66,20 @@ def connect(address: tuple[str, int], deadline: float) -> socket.socket:
         raise Gone(f"it does not listen at {address}: {error}") from error
 
 
-def introduce(connection: socket.socket, secret: bytes, number: int, deadline: float) -> None:
-    """Prove to the process that listens, and have it prove, that both know the secret; Late or Gone if it does not.
-
-    The number says who has connected.
-    """
+def introduce(connection: socket.socket, secret: bytes, caller: Caller, deadline: float) -> None:
+    """Prove to the process that listens, and have it prove, that both know the secret; Late or Gone if it does not."""
+    key = derive_key(secret, run(connection, deadline, connection.getpeername))
     theirs = read(connection, NONCE, deadline)
-    mine = secrets.token_bytes(NONCE) + struct.pack(NUMBER, number)
-    run(connection, deadline, lambda: connection.sendall(mine + prove(secret, b"member" + theirs + mine)))
-    expected = prove(secret, b"listener" + theirs + mine)
+    mine = secrets.token_bytes(NONCE) + struct.pack(CALLER, *caller)
+    run(connection, deadline, lambda: connection.sendall(mine + prove(key, b"member" + theirs + mine)))
+    expected = prove(key, b"listener" + theirs + mine)
     if not hmac.compare_digest(read(connection, len(expected), deadline), expected):
         raise Gone("the process at this address is not of this transfer")
     _tune(connection)
 
 
 def join(
-    address: tuple[str, int], secret: bytes, number: int, deadline: float, add: Callable[[socket.socket], None]
+    address: tuple[str, int], secret: bytes, caller: Caller, deadline: float, add: Callable[[socket.socket], None]
 ) -> socket.socket:
     """Return a connection to a process that listens, and that has proved to know the secret; Late or Gone if it fails.
 
@@ -91,7 +90,7 @@ def join(
         connection = connect(address, deadline)
         add(connection)
         try:
-            introduce(connection, secret, number, deadline)
+            introduce(connection, secret, caller, deadline)
             return connection
         except Gone:
             close(connection)
@@ -100,27 +99,29 @@ def join(
         time.sleep(LOOK_S)
 
 
-def answer(connection: socket.socket, secret: bytes, deadline: float, admit: Callable[[], None]) -> int:
-    """Return the number of the member that has connected; Late or Gone for a stranger, or from `admit`."""
+def answer(connection: socket.socket, secret: bytes, deadline: float, admit: Callable[[], None]) -> Caller:
+    """Return the member that has connected; Late or Gone for a stranger, or from `admit`."""
+    key = derive_key(secret, run(connection, deadline, connection.getsockname))
     mine = secrets.token_bytes(NONCE)
     run(connection, deadline, lambda: connection.sendall(mine))
-    theirs = read(connection, NONCE + struct.calcsize(NUMBER), deadline)
-    expected = prove(secret, b"member" + mine + theirs)
+    theirs = read(connection, NONCE + struct.calcsize(CALLER), deadline)
+    expected = prove(key, b"member" + mine + theirs)
     if not hmac.compare_digest(read(connection, len(expected), deadline), expected):
         raise Gone("the process that has connected is not of this transfer")
     admit()
-    run(connection, deadline, lambda: connection.sendall(prove(secret, b"listener" + mine + theirs)))
+    run(connection, deadline, lambda: connection.sendall(prove(key, b"listener" + mine + theirs)))
     _tune(connection)
-    return int(struct.unpack(NUMBER, theirs[NONCE:])[0])
+    number, transfer = struct.unpack(CALLER, theirs[NONCE:])
+    return number, transfer
 
 
 class Listener:
     """Accepts connections to a socket until it is closed.
 
-    `take` is called with the number and the connection of each member that knows the secret, in a thread of its own.
+    `take` is called with each member that knows the secret and its connection, in a thread of its own.
     """
 
-    def __init__(self, listening: socket.socket, secret: bytes, take: Callable[[int, socket.socket], None]) -> None:
+    def __init__(self, listening: socket.socket, secret: bytes, take: Callable[[Caller, socket.socket], None]) -> None:
         self._socket = listening
         self._secret = secret
         self._take = take
@@ -147,11 +148,11 @@ class Listener:
     def _answer(self, connection: socket.socket) -> None:
         admit = functools.partial(self._admit, connection)
         try:
-            number = answer(connection, self._secret, time.monotonic() + PROOF_S, admit)
+            caller = answer(connection, self._secret, time.monotonic() + PROOF_S, admit)
         except (Late, Gone):
             close(connection)
         else:
-            self._take(number, connection)
+            self._take(caller, connection)
         with self._lock:
             self._unproven.pop(id(connection), None)
             self._taken.pop(id(connection), None)
@@ -205,9 +206,8 @@ def _tune(connection: socket.socket) -> None:
     """Send messages without delay, and notice a host that is gone within about ten seconds while nothing is sent."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # macOS has not all of them
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in ((socket.TCP_KEEPIDLE, 4), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def shut(connection: socket.socket) -> None:

@@ -4,7 +4,6 @@
 numpy and torch have the same few operations under other names; a worker may lack either.
 """
 
-import ctypes
 import importlib
 import math
 import sys
@@ -48,10 +47,6 @@ class NumpyLibrary:
         """Return where a tensor is."""
         return Run("cpu", value.__array_interface__["data"][0], value.strides)
 
-    def as_buffer(self, value: Any) -> Any:
-        """Return the memory of a tensor; None if it is not in one piece."""
-        return memoryview(value.reshape(-1).view(self._numpy.uint8)) if value.flags.c_contiguous else None
-
     def dtype_name(self, value: Any) -> str:
         """Return the name of a tensor's dtype, which is the same in all libraries."""
         return str(value.dtype)
@@ -92,14 +87,6 @@ class TorchLibrary:
         """Return where a tensor is."""
         itemsize = value.element_size()
         return Run(str(value.device), value.data_ptr(), tuple(stride * itemsize for stride in value.stride()))
-
-    def as_buffer(self, value: Any) -> Any:
-        """Return the memory of a tensor, which must outlive it; None if it is not in one piece of host memory."""
-        length = value.numel() * value.element_size()
-        if not value.is_contiguous() or value.device.type != "cpu" or not length:
-            return None
-        # Not through numpy(): a storage that has been shared with numpy cannot be resized, which FSDP2 does.
-        return memoryview((ctypes.c_ubyte * length).from_address(value.data_ptr())).cast("B")
 
     def dtype_name(self, value: Any) -> str:
         """Return the name of a tensor's dtype, which is the same in all libraries."""
@@ -172,7 +159,7 @@ def describe(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...
         shape, offsets = tuple(map(int, value.global_shape)), tuple(map(int, value.offsets))
         if not len(shape) == len(offsets) == len(sizes):
             raise ValueError(f"a LocalTensor of shape {sizes} has global_shape {shape} and offsets {offsets}")
-        if any(at < 0 or at + size > length for at, size, length in zip(offsets, sizes, shape, strict=True)):
+        if any(first < 0 or first + size > length for first, size, length in zip(offsets, sizes, shape, strict=True)):
             raise ValueError(f"the box at {offsets} of sizes {sizes} is outside of the global shape {shape}")
     else:
         shape, offsets = sizes, (0,) * len(sizes)
@@ -192,7 +179,7 @@ def _offsets(value: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:
             "LocalTensors"
         )
     # Empty parts may begin at the end.
-    return tuple(int(at) for at in offsets) if 0 not in sizes else (0,) * len(sizes)
+    return tuple(int(offset) for offset in offsets) if 0 not in sizes else (0,) * len(sizes)
 
 
 def _strided_box(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -203,21 +190,21 @@ def _strided_box(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """
     mesh, placements = value.device_mesh, value.placements
     order: list[int] = []
-    for at in reversed(range(len(placements))):
-        factor = getattr(placements[at], "split_factor", None)
-        inner = [mesh.size(other) for other in order if placements[other].dim == getattr(placements[at], "dim", None)]
-        if placements[at].is_partial() or (factor is not None and factor != math.prod(inner)):
+    for axis in reversed(range(len(placements))):
+        factor = getattr(placements[axis], "split_factor", None)
+        inner = [mesh.size(other) for other in order if placements[other].dim == getattr(placements[axis], "dim", None)]
+        if placements[axis].is_partial() or (factor is not None and factor != math.prod(inner)):
             raise ValueError(
                 f"the local part of a DTensor of shape {tuple(value.shape)} with placements {placements} may consist "
                 "of several boxes, or is partial; transfer its boxes as LocalTensors"
             )
-        if hasattr(placements[at], "dim"):
-            order.insert(0 if factor is None else len(order), at)
+        if hasattr(placements[axis], "dim"):
+            order.insert(0 if factor is None else len(order), axis)
     offsets, sizes = [0] * value.ndim, list(value.shape)
-    for at in order:
-        dim = placements[at].dim
-        chunk = -(-sizes[dim] // mesh.size(at))  # as torch.chunk
-        begin = min(sizes[dim], mesh.get_coordinate()[at] * chunk)
+    for axis in order:
+        dim = placements[axis].dim
+        chunk = -(-sizes[dim] // mesh.size(axis))  # as torch.chunk
+        begin = min(sizes[dim], mesh.get_coordinate()[axis] * chunk)
         offsets[dim], sizes[dim] = offsets[dim] + begin, min(chunk, sizes[dim] - begin)
     return tuple(offsets), tuple(sizes)
 
@@ -235,11 +222,9 @@ def part(tensor: Any, box: tuple[slice, ...]) -> Any:
 
 def digest(tools: Any, tensor: Any, dtype: str) -> int:
     """Return the crc32 of a tensor's bytes, in order, as they travel."""
-    buffer = tools.as_buffer(tensor) if tools.dtype_name(tensor) == dtype else None
-    if buffer is None:
-        buffer = bytearray(nbytes(tools, tensor.shape, dtype))
-        if buffer:
-            tools.copy(tools.view(buffer, dtype, 0, tuple(tensor.shape)), tensor)
+    buffer = bytearray(nbytes(tools, tensor.shape, dtype))
+    if buffer:
+        tools.copy(tools.view(buffer, dtype, 0, tuple(tensor.shape)), tensor)
     return zlib.crc32(buffer)
 
 
@@ -287,17 +272,17 @@ def join_pieces(
 ) -> Iterator[dict[str, Any]]:
     """Yield whole tensors in parts of at most so many bytes; a larger tensor is a part by itself."""
     by_tensor: dict[int, list[Any]] = {}
-    for at, box, value in pieces:
-        by_tensor.setdefault(at, []).append((box, value))
+    for index, box, value in pieces:
+        by_tensor.setdefault(index, []).append((box, value))
     chunk: dict[str, Any] = {}
     size = 0
-    for at, parts in sorted(by_tensor.items()):
-        shape, dtype = tasks["shapes"][at], tasks["dtypes"][at]
+    for index, parts in sorted(by_tensor.items()):
+        shape, dtype = tasks["shapes"][index], tasks["dtypes"][index]
         length = nbytes(tools, shape, dtype)
         if chunk and size + length > chunk_bytes:
             yield chunk
             chunk, size = {}, 0
-        whole = chunk[tasks["names"][at]] = tools.empty(shape, dtype)
+        whole = chunk[tasks["names"][index]] = tools.empty(shape, dtype)
         for box, value in parts:
             tools.copy(part(whole, box), value)
         size += length
@@ -341,18 +326,13 @@ def find_gathered() -> set[int]:
     return {local.untyped_storage().data_ptr() for local in parts if local.numel()}.difference([0])
 
 
-def is_gathered(local: Any, gathered: Collection[int]) -> bool:
-    """Return whether a tensor is in memory that FSDP2 has gathered."""
-    return bool(gathered) and hasattr(local, "untyped_storage") and local.untyped_storage().data_ptr() in gathered
-
-
 def _explain_unwritable(local: Any, gathered: Collection[int]) -> str:
     """Return why new values cannot be written into the memory of a tensor; an empty text if they can."""
     if 0 in local.shape:
         return ""
     if hasattr(local, "flags") and not local.flags.writeable:
         return "the array is read-only: return one that can be written"
-    if is_gathered(local, gathered):
+    if gathered and hasattr(local, "untyped_storage") and local.untyped_storage().data_ptr() in gathered:
         return "FSDP2 has gathered it and will free it: call model.reshard() before the method returns it"
     strides, reach = (local.strides, local.itemsize) if hasattr(local, "strides") else (local.stride(), 1)
     for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, local.shape, strict=True)):

@@ -104,7 +104,7 @@ class Network(SharedMemory):
                 raise RuntimeError(f"it cannot listen on {host}: {error}: {ADVICE}") from error
             self._address = listening.getsockname()
             segments = self._segments
-            self._listener = Listener(listening, self._secret, lambda number, connection: serve(connection, segments))
+            self._listener = Listener(listening, self._secret, lambda caller, connection: serve(connection, segments))
         _, _, size, token, generation = super().stage(number, size, write, fresh)
         return self._address, self._secret, size, token, generation
 

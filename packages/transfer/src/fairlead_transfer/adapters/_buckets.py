@@ -5,7 +5,6 @@ A bucket is cut into stripes, which the senders hold in turn. So each sender hol
 whatever the sizes of the tensors, and only the bytes that are filled travel.
 """
 
-import hashlib
 import importlib
 import math
 import mmap
@@ -139,11 +138,6 @@ def _count_references(memories: list[mmap.mmap]) -> list[int]:
 def _new_memory(length: int) -> mmap.mmap:
     """Return memory that goes back to the system at once; pages that are never written take none."""
     return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def digest(parts: Sequence[Part], last: bool) -> bytes:
-    """Return a number that tells whether two senders have the same tensors in a bucket, and others after it."""
-    return hashlib.sha256(repr((last, [tuple(part) for part in parts])).encode()).digest()
 
 
 class Unpacker:

@@ -49,53 +49,39 @@ class Membership:
             by_node.setdefault(self.nodes[number], []).append(number)
         readers: dict[int, list[int]] = {}
         for node, members in by_node.items():
-            is_near = all(other == node for other in self.nodes[: self.senders])
+            is_near = set(self.nodes[: self.senders]) == {node}
             readers |= {number: [] for number in members} if is_near else {members[0]: members[1:]}
-        return {number: list(others) for number, others in readers.items()}
+        return readers
 
 
 def find_node() -> str:
-    """Return what processes have in common that can share memory: host, user and namespace of process ids."""
+    """Return what processes share that can share memory and reach each other's loopback: host, user and namespaces."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()}:{os.getuid()}:{Path('/proc/self/ns/pid').stat().st_ino}:{boot}"
+    namespaces = [Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("pid", "net")]
+    return ":".join(map(str, (socket.gethostname(), os.getuid(), *namespaces, boot)))
 
 
-class Ports:
-    """The sockets that a process reserves before it knows whether others are on other hosts."""
-
-    def __init__(self) -> None:
-        host = ray.util.get_node_ip_address()
-        self._sockets = {LOOPBACK: listen(LOOPBACK)}
-        if host != LOOPBACK:
-            try:
-                self._sockets[host] = listen(host)
-            except OSError as error:
-                self.close()
-                text = f"This process cannot listen on its node's address {host}: {error}."
-                raise ValueError(f"{text} Start Ray with --node-ip-address set to an address of this host.") from error
-        self.network: tuple[str, int] = self._sockets[host].getsockname()
-        self.loopback: tuple[str, int] = self._sockets[LOOPBACK].getsockname()
-
-    def take(self, address: tuple[str, int]) -> socket.socket:
-        """Return the socket of an address, which the caller closes, and close the other one."""
-        taken = self._sockets.pop(address[0])
-        self.close()
-        return taken
-
-    def close(self) -> None:
-        """Close all sockets that nobody has taken."""
-        for reserved in self._sockets.values():
-            reserved.close()
-        self._sockets = {}
+def reserve_ports() -> dict[str, socket.socket]:
+    """Return sockets that listen, by address: loopback first, and last that of the node; others may be elsewhere."""
+    host = ray.util.get_node_ip_address()
+    ports = {LOOPBACK: listen(LOOPBACK)}
+    try:
+        ports[host] = ports.get(host) or listen(host)
+    except OSError as error:
+        ports[LOOPBACK].close()
+        text = f"This process cannot listen on its node's address {host}: {error}."
+        raise ValueError(f"{text} Start Ray with --node-ip-address set to an address of this host.") from error
+    return ports
 
 
-def describe(ports: Ports, bucket_bytes: int) -> dict[str, Any]:
+def describe(ports: Mapping[str, socket.socket], bucket_bytes: int) -> dict[str, Any]:
     """Return what the other processes have to know of this one. It holds a part of the transfer's secret."""
+    addresses = [reserved.getsockname() for reserved in ports.values()]
     return {
         "node": find_node(),
         "token": secrets.token_bytes(16),
-        "address": ports.network,
-        "local_address": ports.loopback,
+        "address": addresses[-1],
+        "local_address": addresses[0],
         "bucket_bytes": bucket_bytes,
     }
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pickled messages over connections whose two processes have proved that they belong to one transfer."""
 
-import multiprocessing.connection
 import pickle
 import select
 import socket
@@ -58,10 +57,3 @@ def send_all(
             writable.register(connections[number], select.POLLOUT)
         writable.poll(wait_s * 1000)
     return set(rest), gone
-
-
-def wait_for_any(connections: Mapping[int, socket.socket], seconds: float) -> list[int]:
-    """Return the members of which there is something to read, as soon as there is."""
-    waiting: Any = list(connections.values())
-    ready: list[Any] = multiprocessing.connection.wait(waiting, max(0.0, seconds))
-    return [number for number, connection in connections.items() if connection in ready]

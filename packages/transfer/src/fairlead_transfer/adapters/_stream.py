@@ -8,22 +8,22 @@ are in memory at a time: senders fill one while receivers copy the other.
 
 import asyncio
 import contextlib
+import multiprocessing.connection
 import queue
 import socket
 import time
 import traceback
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import Any
 
 from .._descriptions import TRAVELLING
 from .._remote.segment import ENDED, Segments, Unread
 from .._remote.server import READER, serve
-from .._remote.sockets import Listener, close
-from ._buckets import BucketShape, Packer, Part, Unpacker, digest
+from .._remote.sockets import Caller, Listener, close
+from ._buckets import BucketShape, Packer, Part, Unpacker
 from ._intake import Intake
-from ._members import Membership, Ports, describe
-from ._messages import wait_for_any
+from ._members import Membership, describe, reserve_ports
 from ._transfer import AGAIN, Arrivals, Bucket, Copied, Staged, Transfer
 
 
@@ -44,12 +44,13 @@ class WeightEngine:
         self.bucket_size = bucket_size
         self._timeout = timeout
         self._dtype = dtype
-        self._ports: Ports | None = None
+        self._ports: dict[str, socket.socket] = {}  # which wait for connections, by address
         self._me: Membership | None = None
         self._offered = [Segments()]  # what readers elsewhere may ask for
         self._arrivals: Arrivals = queue.SimpleQueue()
         self._release: Any = None
         self._current: tuple[Any, ...] = ()  # what the transfer that runs has open
+        self._transfers = 0  # which have begun since this process has its place
 
     def prepare(self) -> dict[str, Any]:
         """Begin a transfer.
@@ -58,42 +59,54 @@ class WeightEngine:
             What the other processes have to know of this one. It has a secret of the transfer.
         """
         self.finalize()
-        self._ports = Ports()
+        self._ports = reserve_ports()
         return describe(self._ports, self.bucket_size)
 
     def _join(self, membership: Membership) -> None:
         """Take a place in the transfer. Nothing waits for others before the first bucket."""
-        if self._ports is None:
+        if not self._ports:
             raise ValueError("Call prepare() of the engine before it joins a transfer.")
         self._shape = BucketShape.fit(self.bucket_size, membership.senders)
-        ports, self._ports, self._me = self._ports, None, membership
+        self._me, self._transfers = membership, 0
         if membership.listens:
             self._offered = offered = [Segments()]
-            self._arrivals = arrivals = queue.SimpleQueue[tuple[int, socket.socket]]()
+            self._arrivals = arrivals = queue.SimpleQueue[tuple[Caller, socket.socket]]()
 
-            def take(number: int, connection: socket.socket) -> None:
-                if number == READER:
+            def take(caller: Caller, connection: socket.socket) -> None:
+                if caller == READER:
                     serve(connection, offered[0])
                 else:
-                    arrivals.put((number, connection))
+                    arrivals.put((caller, connection))
 
-            listener = Listener(ports.take(membership.addresses[membership.number]), membership.secret, take)
+            host, _ = membership.addresses[membership.number]
+            listener = Listener(self._ports.pop(host), membership.secret, take)
             # Its threads would keep the port open after an engine that nobody finalizes.
             self._release = weakref.finalize(self, _close_all, listener, arrivals)
-        ports.close()
+        self._close_ports()
 
-    async def _send(self, weights: Iterable[Any] | AsyncIterator[Any], version: int | None) -> None:
-        """Send tensors, which all senders yield in the same order; return when all receivers have copied them."""
+    async def send_weights(self, weights: Iterable[tuple[str, Any]], global_steps: int | None = None) -> None:
+        """Send weights; return when all receivers have copied the last bucket.
+
+        Args:
+            weights: names and whole tensors, the same in the same order on all senders.
+            global_steps: the version, for errors. NeMo RL passes none.
+
+        Raises:
+            TransferError: a process is lost, late, or has failed; names it. `versions` says whether receivers may hold
+                a mixture ("inconsistent").
+            TypeError: something that is no dense torch tensor.
+            ValueError: this engine has no place in a transfer.
+        """
         me = self._joined("sends")
         offer, share = Segments(), self._shape.share
         self._offered[0] = offer
         packer = Packer(self._shape, me.number, self._dtype)
-        with self._transferring(version, offer) as transfer:
+        with self._transferring(global_steps, offer) as transfer:
             sender = Leader(transfer) if not me.number else Follower(transfer)
             try:
                 await asyncio.to_thread(transfer.open, self._arrivals)  # first, so that all others learn of an error
                 packer.begin(offer.begin(0, share))
-                async for name, tensor in _iterate(weights):
+                for name, tensor in weights:
                     for _ in packer.add(name, tensor):
                         await asyncio.to_thread(sender.flush, offer, *packer.take(), False)
                         packer.begin(offer.begin(transfer.bucket % 2, share))
@@ -121,7 +134,8 @@ class WeightEngine:
     def _transferring(self, version: int | None, memory: Segments | Intake) -> Iterator[Transfer]:
         """Begin a transfer with this memory; at the end give everything back, and tell the others of an error."""
         assert self._me is not None
-        transfer = Transfer(self._me, version, self._timeout)
+        self._transfers += 1
+        transfer = Transfer(self._me, self._transfers, version, self._timeout)
         self._drop()
         self._current = mine = transfer, memory
         try:
@@ -140,9 +154,12 @@ class WeightEngine:
         if self._release is not None:
             self._release()
             self._release = None
-        if self._ports is not None:
-            self._ports.close()
-            self._ports = None
+        self._close_ports()
+
+    def _close_ports(self) -> None:
+        for port in self._ports.values():
+            port.close()
+        self._ports = {}
 
     def _drop(self) -> None:
         """Give back what the transfer has open."""
@@ -196,15 +213,13 @@ class Follower:
     def flush(self, offer: Segments, parts: list[Part], filled: int, last: bool) -> None:
         """Offer a bucket, and return when the memory of the one before it can be filled again, or all is copied."""
         transfer, number = self._transfer, self._transfer.bucket
-        names = f"{parts[0].name!r} to {parts[-1].name!r}" if parts else "no tensor"
-        summary = f"of {len(parts)} tensors or parts, {names}"
-        self._stage(Staged(number, digest(parts, last), summary, offer.end(number % 2)), parts, filled, last)
+        self._stage(Staged(number, parts, last, offer.end(number % 2)), filled)
         self._await_copies(number - 1)
         if last:
             self._await_copies(number)
         transfer.bucket = number + 1
 
-    def _stage(self, staged: Staged, parts: list[Part], filled: int, last: bool) -> None:
+    def _stage(self, staged: Staged, filled: int) -> None:
         self._transfer.tell([0], staged)
         self._transfer.delivered = True  # from now on, a receiver may have it
 
@@ -223,19 +238,21 @@ class Leader(Follower):
         self._copying: dict[int, set[int]] = {}
         self._told: dict[int, Bucket] = {}
 
-    def _stage(self, staged: Staged, parts: list[Part], filled: int, last: bool) -> None:
+    def _stage(self, staged: Staged, filled: int) -> None:
         """Wait until all senders have filled their share; tell the receivers."""
         transfer, number = self._transfer, staged.bucket
         followers = set(range(1, transfer.me.senders))
         self._pump(lambda: followers.difference(self._staged), f"stage its share of bucket {number}")
         shares, self._staged = {0: staged, **self._staged}, {}
         for sender, other in shares.items():
-            if other.mark != staged.mark:
-                why = f"its bucket {other.bucket}, {other.summary}, is not that of source rank 0"
+            if other.last != staged.last or other.parts != staged.parts:
+                names = f"{other.parts[0].name!r} to {other.parts[-1].name!r}" if other.parts else "no tensor"
+                summary = f"of {len(other.parts)} tensors or parts, {names}"
+                why = f"its bucket {other.bucket}, {summary}, is not that of source rank 0"
                 text = "Have all senders yield the same names, dtypes and shapes in the same order."
                 raise transfer.error({sender: why}, text)
         places = {sender: other.description for sender, other in shares.items()}
-        told = self._told[number] = Bucket(number, parts, filled, places, None, False, last)
+        told = self._told[number] = Bucket(number, staged.parts, filled, places, None, False, staged.last)
         self._copying[number] = set(self._readers)
         transfer.delivered = True
         transfer.tell([reader for reader, others in self._readers.items() if not others], told)
@@ -257,10 +274,12 @@ class Leader(Follower):
         while missing := find_missing():
             if not transfer.connections:
                 raise ValueError(ENDED)
-            ready = wait_for_any(transfer.connections, deadline - time.monotonic())
+            connections: Any = {connection: number for number, connection in transfer.connections.items()}
+            ready: list[Any] = multiprocessing.connection.wait(connections, max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise transfer.late(missing, doing)
-            for number in ready:
+            for connection in ready:
+                number = connections[connection]
                 self._note(number, transfer.read(number, doing, deadline))
 
     def _note(self, number: int, message: Any) -> None:
@@ -282,12 +301,3 @@ def _close_all(listener: Listener, arrivals: Arrivals) -> None:
     listener.close()
     while not arrivals.empty():
         close(arrivals.get()[1])
-
-
-async def _iterate(weights: Iterable[Any] | AsyncIterator[Any]) -> AsyncIterator[Any]:
-    if isinstance(weights, AsyncIterator):
-        async for named in weights:
-            yield named
-    else:
-        for named in weights:
-            yield named

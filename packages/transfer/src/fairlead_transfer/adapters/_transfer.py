@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from .._remote.sockets import LOOK_S, Gone, Late, close, join
+from .._remote.sockets import LOOK_S, Caller, Gone, Late, close, join
 from ..exceptions import Phase, RankFailure, State, TransferError
 from ._buckets import Part
 from ._intake import Description
@@ -24,10 +24,13 @@ AGAIN = (
     "Start lost processes again and update the weights again. Engines that have loaded a part hold a mixture of two "
     "versions until then."
 )
+OUT_OF_STEP = (
+    "Each transfer is one call of each engine. If the next one fails too, prepare and connect all engines again."
+)
 # Seconds in which all others are notified that this process has failed.
 FAREWELL_S = 1.0
 Side = Literal["source", "target"]
-Arrivals = queue.SimpleQueue[tuple[int, socket.socket]]
+Arrivals = queue.SimpleQueue[tuple[Caller, socket.socket]]
 _Message = TypeVar("_Message")
 
 
@@ -39,8 +42,8 @@ class Staged(NamedTuple):
     """A sender has filled its share of a bucket."""
 
     bucket: int
-    mark: bytes  # what it has in the bucket
-    summary: str  # the same for people
+    parts: list[Part]  # what it has in the bucket
+    last: bool
     description: Description  # where the share is
 
 
@@ -64,10 +67,11 @@ class Copied(NamedTuple):
 
 
 class Transfer:
-    """The connections of one process in one transfer."""
+    """The connections of one process in one transfer; the number counts the transfers of its engine."""
 
-    def __init__(self, me: Membership, version: int | None, timeout: float) -> None:
+    def __init__(self, me: Membership, number: int, version: int | None, timeout: float) -> None:
         self.me = me
+        self._number = number
         self.connections: dict[int, socket.socket] = {}
         self.bucket = 0  # the number of the next one
         self.delivered = False  # whether an engine may have loaded a part of the version
@@ -85,7 +89,7 @@ class Transfer:
             return
         address = self.me.addresses[0]
         try:
-            join(address, self.me.secret, self.me.number, deadline, functools.partial(self._add, 0))
+            join(address, self.me.secret, (self.me.number, self._number), deadline, functools.partial(self._add, 0))
         except Late as error:
             raise self.late({0}, f"accept a connection at {address}") from error
         except Gone as error:
@@ -96,8 +100,6 @@ class Transfer:
         """Wait until all others are connected."""
         others = set(range(1, len(self.me.nodes)))
         while True:
-            while not arrivals.empty():
-                self._add(*arrivals.get())
             # Those of a member that has given up, and will come again.
             for number in [number for number, connection in self.connections.items() if is_closed(connection)]:
                 close(self.connections.pop(number))
@@ -108,10 +110,22 @@ class Transfer:
                 raise self.lost({0: "its caller has given up"})
             if time.monotonic() > deadline:
                 raise self.late(missing, "connect to source rank 0")
-            try:
-                self._add(*arrivals.get(timeout=min(LOOK_S, max(0.0, deadline - time.monotonic()))))
-            except queue.Empty:
-                continue
+            with contextlib.suppress(queue.Empty):
+                self._admit(arrivals, *arrivals.get(timeout=min(LOOK_S, max(0.0, deadline - time.monotonic()))))
+
+    def _admit(self, arrivals: Arrivals, caller: Caller, connection: socket.socket) -> None:
+        """Add the connection of a member that has come for this transfer; send away one that has come for another."""
+        member, transfer = caller
+        if transfer == self._number:
+            self._add(member, connection)
+            return
+        why = f"it began transfer {transfer} of its engine, and source rank 0 is at transfer {self._number}"
+        error = self.error({member: why}, OUT_OF_STEP)
+        if transfer > self._number:  # it has given this one up, and waits for its own
+            arrivals.put((caller, connection))
+            raise error
+        send_all({member: connection}, [member], error, time.monotonic() + FAREWELL_S)
+        close(connection)
 
     def _add(self, number: int, connection: socket.socket) -> None:
         """Add a connection, in place of an earlier one of this member; Gone if the transfer has ended."""

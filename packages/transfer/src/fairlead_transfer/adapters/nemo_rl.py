@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint engine of NeMo RL."""
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -100,20 +100,6 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
             ValueError: `prepare` was not called before, or the bucket is too small.
         """
         self._join(make_memberships(metadata, train_world_size)[train_world_size + rollout_rank])
-
-    async def send_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Send weights; return when all generation workers have copied the last bucket.
-
-        Args:
-            weights: names and whole tensors, the same in the same order on all policy workers.
-
-        Raises:
-            TransferError: a process is lost, late, or has failed; names it. `versions` says whether generation workers
-                may hold a mixture ("inconsistent").
-            TypeError: something that is no dense torch tensor.
-            ValueError: this engine has no place in a transfer.
-        """
-        await self._send(weights, None)
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, Any]], None]:
         """Receive weights.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint engine of verl. It needs verl 0.9.1 or later."""
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -86,21 +86,6 @@ class FairleadCheckpointEngine(WeightEngine, CheckpointEngine):
             ValueError: `prepare` was not called before, or the bucket is too small.
         """
         self._join(membership)
-
-    async def send_weights(self, weights: Iterable[tuple[str, Any]], global_steps: int | None = None) -> None:
-        """Send weights; return when all rollout workers have copied the last bucket.
-
-        Args:
-            weights: names and whole tensors, the same in the same order on all ranks of the trainer.
-            global_steps: the version, for errors.
-
-        Raises:
-            TransferError: a process is lost, late, or has failed; names it. `versions` says whether rollout workers
-                may hold a mixture ("inconsistent").
-            TypeError: something that is no dense torch tensor.
-            ValueError: this engine has no place in a transfer.
-        """
-        await self._send(weights, global_steps)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Any], None]:
         """Receive weights.
