@@ -37,6 +37,8 @@ from fairlead_inspect import diagnose, exit_status
 from fairlead_inspect._node.look import look as look_at_node
 from fairlead_inspect.model import Call, Child, Death, Frame, Node
 
+# An event loop without a frame of a coroutine.
+EVENTS = (Frame("/py/lib/python3.11/asyncio/base_events.py", "BaseEventLoop._run_once", 1884),)
 SPINS = {"ticks": 100, "switches": 5, "states": ("R", "R"), "age": 0.0}
 
 
@@ -288,6 +290,25 @@ def test_queue_of_a_library():
     serves = replace(process(1000, IDLE), title="ray::_QueueActor.put")
     status, blamed, found = verdict(look([queue, actor(1, "Producer")], [driver, waits, serves], calls=calls))
     assert (status, blamed, suspects(found)) == (4, [], [1001])
+
+
+@pytest.mark.parametrize("stands", ["idle", "channel", "unknown", "gone"])
+@pytest.mark.parametrize("waits", [GET, EVENTS])
+def test_call_of_a_process_that_was_not_seen_to_move(stands, waits):
+    """A driver whose waits cannot be read, and that has made a call that runs for long, is no all-clear."""
+    channel = (Frame(SITE + "ray/experimental/channel/shared_memory_channel.py", "Channel.read", 400),)
+    callee = {
+        "idle": [process(1000, IDLE)],
+        "channel": [process(1000, channel, age=None)],
+        "unknown": [process(1000, QUEUE, ticks=2, switches=3, age=0.1)],
+        "gone": [],
+    }[stands]
+    driver = process(811, waits, driver=True)
+    call = Call(task(actor_id(0)), "run", actor_id(0), "RUNNING", NOW - 90, parent="f" * 40 + JOB)
+    snapshot = look([actor(0)], [driver, *callee], calls=(call,))
+    status, blamed, found = verdict(snapshot)
+    assert (status, blamed, suspects(found)) == (4, [], [1000])
+    assert verdict(replace(snapshot, calls=(replace(call, began=NOW - 5),)))[0] == 0
 
 
 def test_file_system_that_does_not_answer(tmp_path):

@@ -300,23 +300,31 @@ def _all_inside(case: Case, wait: Wait) -> Finding | None:
 def _standing(case: Case) -> list[str]:
     """Return the processes that have a reason to move, and have not for as long as it takes to be late.
 
-    They run a call, or code of the job on a thread of a library, and do not wait for anything that is known.
+    They run a call, or code of the job on a thread of a library, and do not wait for anything that is known. One that
+    was not seen to move, and it is not known since when, is among them if somebody may wait for its call.
     """
     graph, found = case.graph, list[str]()
     waits = {key for wait in graph.waits if wait.kind != "calls" for key in wait.waiters}
     targets = {key for wait in graph.waits for key in wait.targets}
-    for key, at in graph.positions.items():
-        excluded = key in waits or key in graph.infrastructure or at.motion == "stopped"
-        if excluded or at.kind in ("idle", "unread", "channel"):
+    asleep = case.sleeps(graph.driver)
+    awaited = [wait for wait in graph.waits if wait.kind == "calls" and not (asleep and graph.driver in wait.waiters)]
+    called = {key for wait in awaited for key in wait.targets}
+    for key in [*graph.positions, *sorted(called - graph.positions.keys())]:
+        at, call = case.at(key), case.call_age(key)
+        if key in waits or key in graph.infrastructure or at.motion == "stopped":
             continue
-        call = case.call_age(key)
-        age = call if at.motion in ("spinning", "unknown") else case.age(key)[0]
+        if key not in called and at.kind in ("idle", "unread", "channel"):
+            continue
         if at.kind == "opaque" and (call is None or key not in targets):
             continue
-        if key == graph.driver and (case.sleeps(key) or at.kind == "opaque" or key in graph.waiters):
+        if key == graph.driver and (asleep or at.kind == "opaque" or key in graph.waiters):
             continue
-        stands = at.stands or (at.kind == "opaque" and not at.moves)
-        if stands and (age or 0.0) >= case.after_s:
+        age = case.age(key)[0]
+        age = call if age is None else age
+        if key in called:
+            stands = not at.moves and not (at.kind == "unread" and key in graph.processes)
+            found += [key] if stands and (age is None or age >= case.after_s) else []
+        elif (at.stands or (at.kind == "opaque" and not at.moves)) and (age or 0.0) >= case.after_s:
             found.append(key)
     return found
 
