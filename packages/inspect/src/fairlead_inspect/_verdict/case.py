@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One job of a snapshot while it is judged: its waits, its ages, its names, and findings about its processes."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -52,8 +53,11 @@ class Case:
         return (self.call_age(key), CALLED) if calls else (None, "")
 
     def sleeps(self, key: str) -> bool:
-        """Return whether a process sleeps, waits for a person, or has traffic where it stands: it waits on purpose."""
-        thread = self.at(key).thread
+        """Return whether a process sleeps, waits for a person, or has traffic where it stands: it waits on purpose.
+
+        At a breakpoint it does not, if nobody has attached a debugger.
+        """
+        thread = None if self.at(key).paused else self.at(key).thread
         window_s = self.graph.processes[key].window_s if key in self.graph.processes else 1.0
         return thread is not None and (
             thread.waits_on in (SLEEP, INPUT) or (thread.switches or 0) > OFTEN_PER_S * window_s
@@ -93,6 +97,11 @@ class Case:
         times += [ended for key, ended in self.snapshot.finished.items() if key.endswith(self.graph.job.job_id)]
         return self.snapshot.looked_at - max(times, default=0.0)
 
+    def shows(self, key: str, pattern: re.Pattern[str]) -> bool:
+        """Return whether the thread of a process is in a function of a library, by its file and name."""
+        thread = self.at(key).thread
+        return thread is not None and shows(pattern, *thread.stack)
+
     def upstream(self, keys: Iterable[str]) -> set[str]:
         """Return all processes that wait for some, directly or not, without those themselves."""
         ends = {*keys}
@@ -123,6 +132,8 @@ class Case:
     def describe_place(self, key: str) -> str:
         """Return what a process waits for in the kernel, as a clause, with a child that may hold it up."""
         at = self.at(key)
+        if at.paused:
+            return ", it stands at a breakpoint, to which no debugger is attached"
         text = f", it waits for {at.thread.waits_on}" if at.thread is not None and at.thread.waits_on else ""
         text = text.replace("it waits for time.sleep", "it stands in time.sleep")
         if (held := self.holding_child(key)) is not None:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..model import Actor, Call, Confidence, Evidence, Finding, Kind, Reservation
-from .case import RAN, Case
+from .case import CALLED, RAN, Case
+from .libraries import BOOST, REPORT
 from .waits import LACKS_ARGUMENTS, Wait, is_promise
 
 # Ray tells the callers of an actor of its death within this time.
@@ -13,6 +14,8 @@ NOTICED_S = 5.0
 _PENDING = ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 # Those in other states wait for objects, or have just died.
 _REQUESTING = ("PENDING_CREATION", "PENDING_NODE_ASSIGNMENT")
+_RANK = "RayTrainWorker"
+_DEVICES = ("GPU", "TPU", "HPU", "NPU", "neuron_cores")
 _PLACEMENT = "/ray/util/placement_group.py"
 # Ray's reasons why a placement group is not placed.
 _REASONS = {
@@ -263,6 +266,48 @@ def find_deadlocks(case: Case) -> list[Finding]:
         "deadlock", cycle, text, waits[0], (None, ""), Evidence("references in memory", names), sure=still
     )
     return [finding if still else replace(finding, blames=False, confidence="guess", moves=bool(met))]
+
+
+def find_left_in_collective(case: Case) -> list[Finding]:
+    """Name the ranks of Ray Train that wait for each other: all but one in its `report`, and that one in a collective.
+
+    Its collective needs one of the others, and `report` needs all. Of several in a collective, these may be at fault.
+    """
+    found, graph = list[Finding](), case.graph
+    for key in graph.infrastructure:
+        waits = [wait for wait in graph.waits if key in wait.targets and wait.kind == "get"]
+        inside = [rank for wait in waits for rank in wait.waiters if case.shows(rank, REPORT)]
+        owner = graph.actors[key].owner
+        ranks = [rank for rank, actor in graph.actors.items() if actor.class_name == _RANK and actor.owner == owner]
+        left = [rank for rank in ranks if rank not in inside and graph.actors[rank].state != "DEAD"]
+        age = case.call_age(key)
+        # The collective may be one with others of the job, such as engines that receive weights.
+        apart = graph.positions.keys() - {*ranks, graph.driver, *graph.infrastructure}
+        if not inside or len(left) != 1 or any(case.at(other).kind != "idle" for other in apart):
+            continue
+        if (age or 0.0) < case.after_s or not _is_in_collective(case, left[0]):
+            continue
+        # The fewer first; with two ranks the one that the collective lacks.
+        keys = [*left, *inside] if len(inside) > 1 else [*inside, *left]
+        place = case.at(left[0]).inner
+        text = (
+            f"wait for each other: {', '.join(map(case.name, inside))} in ray.train.report, which needs all ranks, and "
+            f"{case.name(left[0])} in {place.function if place else 'a collective'}, which needs one of the others"
+        )
+        fact = Evidence("task events", f"report waits for {case.name(left[0])}", age)
+        found.append(case.blame("deadlock", keys, text, waits[0], (age, CALLED), fact))
+    return found
+
+
+def _is_in_collective(case: Case, key: str) -> bool:
+    """Return whether a rank waits for others in a collective, or in code that reduces, without a device or CPU time."""
+    at, actor = case.at(key), case.graph.actors[key]
+    if not at.stands or case.shows(key, REPORT):
+        return False
+    nodes = [node.resources for node in case.snapshot.nodes if node.node_id == actor.node_id]
+    alone = any(name in held for held in nodes for name in _DEVICES)
+    reduces = at.kind == "device" and at.motion == "still" and (at.backward or case.shows(key, BOOST))
+    return at.kind == "collective" or (reduces and any(nodes) and not alone)
 
 
 def _describe_reason(group: Reservation) -> str:

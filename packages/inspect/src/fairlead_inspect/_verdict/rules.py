@@ -5,12 +5,22 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .._node.waits import EVENT
 from .._worker_sets import find_worker_sets
 from ..model import Evidence, Finding, Kind, Snapshot
 from .case import CALLED, RAN, WAITED, Case
 from .collectives import find_mismatch
-from .faults import find_dead, find_deadlocks, find_nodes, find_pending, find_reservations, find_stopped, unique
-from .positions import STANDS, Position
+from .faults import (
+    find_dead,
+    find_deadlocks,
+    find_left_in_collective,
+    find_nodes,
+    find_pending,
+    find_reservations,
+    find_stopped,
+    unique,
+)
+from .positions import LOOP, STANDS, WAKING_TICKS, Position, find_own
 from .waits import Wait, make_graph
 
 # A rank may wait so long for a file or a server and be well.
@@ -115,7 +125,7 @@ def _judge(case: Case) -> list[Finding]:
     reservations, held_up = find_reservations(case)
     found = [
         *find_dead(case), *find_stopped(case), *find_nodes(case), *find_pending(case), *reservations,
-        *find_deadlocks(case),
+        *find_deadlocks(case), *find_left_in_collective(case),
     ]  # fmt: skip
     # Who waits for one of these is explained.
     explained = held_up | {actor.id for finding in found for actor in finding.actors if finding.blames}
@@ -344,7 +354,7 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
     # Others may wait inside of a library, or in a coroutine, for the one in code of the job.
     users = [key for key in standing if case.at(key).kind == "user"]
     chosen = users or standing or _find_callers(case)
-    if not users and standing and not _is_awaited(case, standing):
+    if not users and standing and not (len(standing) == 1 and _is_all_awaited(case, standing[0])):
         return None
     alike = {(case.at(key).where, (graph.members.get(key) or (key,))[0]) for key in chosen}
     waits = [wait for wait in graph.waits if {*chosen} & graph.reach(wait.waiters) - {*wait.waiters}]
@@ -356,19 +366,31 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
     return replace(_blame(case, row, chosen, end, wait), confidence="likely") if row.blames else None
 
 
-def _is_awaited(case: Case, keys: Sequence[str]) -> bool:
-    """Return whether a coroutine is the only call that a process awaits whose own waits cannot be read."""
-    key = keys[0]
-    awaited = any(wait.kind == "calls" and key in wait.targets for wait in case.graph.waits)
-    calls = [call for call in case.graph.tasks.values() if call.state == "RUNNING" and case.graph.key_of(call) == key]
-    alone = len(keys) == 1 and awaited and len(calls) == 1 and not case.graph.next.get(key)
-    return alone and case.at(key).kind == "opaque" and case.at(key).thread is None
+def _is_all_awaited(case: Case, key: str) -> bool:
+    """Return whether all that is not idle waits for the coroutines of an actor, and nothing in it will wake them up.
+
+    With a timer, they may sleep on purpose. Others of the cluster than the job might know the actor.
+    """
+    graph, process, at = case.graph, case.graph.processes.get(key), case.at(key)
+    if process is None or at.kind != "opaque" or at.thread is not None or graph.next.get(key):
+        return False
+    loops = [thread for thread in process.threads if thread.name.startswith(LOOP)]
+    rest = all(loop.waits_on == EVENT and (loop.last_ran_s or 0.0) >= case.after_s for loop in loops)
+    works = process.ticks > WAKING_TICKS or any(child.ticks for child in process.children)
+    if not loops or not rest or works or any(find_own(thread.stack) for thread in process.threads):
+        return False
+    waiters = {waiter for wait in graph.waits if wait.kind != "calls" for waiter in wait.waiters}
+    others = [other for other in graph.positions if other != key and other not in graph.infrastructure]
+    # Who stands in code of the job may be about to wake it up.
+    wait = [other in waiters or case.at(other).kind != "user" for other in others]
+    wait += [key in graph.reach([other]) for other in others if case.at(other).kind != "idle"]
+    return len(case.snapshot.jobs) == 1 and all(wait)
 
 
 # What is said of the only process that stands, before the rows for the ends of waits that are certain.
 _ONLY = (
     _Row("late", lambda end: end.at.kind == "opaque",
-         "runs a call in a coroutine, which shows no position, and does not move", blames=True),
+         "runs calls in coroutines, which show no position, and its event loop rests without a timer", blames=True),
     _Row("late", lambda end: end.at.kind == "ray-get",
          "waits for a queue or a barrier of Ray, for which nobody else does anything", blames=True),
 )  # fmt: skip
