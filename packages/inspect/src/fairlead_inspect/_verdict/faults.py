@@ -26,7 +26,14 @@ _NODES = "`python -m fairlead_placement nodes` shows what each node has, and who
 _STATUS = "`ray status` shows what is free and what is requested"
 
 
-def find_dead(case: Case) -> list[Finding]:
+def find_faults(case: Case) -> tuple[list[Finding], set[str]]:
+    """Return what is wrong with processes, whatever waits for them, and who waits for placement groups."""
+    reservations, held_up = _find_reservations(case)
+    rules = (_find_dead, _find_stopped, _find_nodes, _find_pending, _find_deadlocks, _find_left_in_collective)
+    return [*reservations, *(finding for rule in rules for finding in rule(case))], held_up
+
+
+def _find_dead(case: Case) -> list[Finding]:
     """Name the dead actors that others wait for."""
     found, now = list[Finding](), case.snapshot.looked_at
     for wait, key in ((one, target) for one in case.graph.waits for target in one.targets):
@@ -88,7 +95,7 @@ def _is_replaced(case: Case, lost: Actor, moment: float) -> bool:
     return any(actor.created > moment for actor in _find_alike(case, lost))
 
 
-def find_stopped(case: Case) -> list[Finding]:
+def _find_stopped(case: Case) -> list[Finding]:
     """Name the processes that a signal has stopped, and those with such a child."""
     found, graph = list[Finding](), case.graph
     for key, process in graph.processes.items():
@@ -116,7 +123,7 @@ def find_stopped(case: Case) -> list[Finding]:
     return found
 
 
-def find_nodes(case: Case) -> list[Finding]:
+def _find_nodes(case: Case) -> list[Finding]:
     """Name the nodes that are lost or silent and hold processes of the job."""
     found, graph = list[Finding](), case.graph
     for node in case.snapshot.nodes:
@@ -134,7 +141,7 @@ def find_nodes(case: Case) -> list[Finding]:
     return found
 
 
-def find_pending(case: Case) -> list[Finding]:
+def _find_pending(case: Case) -> list[Finding]:
     """Name the actors and tasks that have not started and that others wait for, and the ranks that do not join."""
     found, launches = list[Finding](), case.snapshot.launches
     for wait in case.graph.waits:
@@ -207,7 +214,7 @@ def _describe_request(case: Case, resources: Mapping[str, float]) -> str:
     return text + (f" of placement group {min(ids)[:8]}" if ids else "")
 
 
-def find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
+def _find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
     """Name the placement groups that are not placed and that processes wait for; return also who waits."""
     groups = [group for group in case.snapshot.reservations if group.job_id == case.graph.job.job_id]
     sure: dict[str, bool] = {}
@@ -238,7 +245,7 @@ def find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
     return found, held_up
 
 
-def find_deadlocks(case: Case) -> list[Finding]:
+def _find_deadlocks(case: Case) -> list[Finding]:
     """Name a cycle of processes that wait for each other."""
     graph = case.graph
     sure = graph.find_cycle(certain=True)
@@ -268,7 +275,7 @@ def find_deadlocks(case: Case) -> list[Finding]:
     return [finding if still else replace(finding, blames=False, confidence="guess", moves=bool(met))]
 
 
-def find_left_in_collective(case: Case) -> list[Finding]:
+def _find_left_in_collective(case: Case) -> list[Finding]:
     """Name the ranks of Ray Train that wait for each other: all but one in its `report`, and that one in a collective.
 
     Its collective needs one of the others, and `report` needs all. Of several in a collective, these may be at fault.

@@ -8,18 +8,9 @@ from typing import Any
 from .._node.waits import EVENT
 from .._worker_sets import find_worker_sets
 from ..model import Evidence, Finding, Kind, Snapshot
+from . import faults
 from .case import CALLED, RAN, WAITED, Case
-from .collectives import find_mismatch
-from .faults import (
-    find_dead,
-    find_deadlocks,
-    find_left_in_collective,
-    find_nodes,
-    find_pending,
-    find_reservations,
-    find_stopped,
-    unique,
-)
+from .collectives import find_mismatches
 from .positions import LOOP, STANDS, WAKING_TICKS, Position, find_own
 from .waits import Wait, make_graph
 
@@ -122,11 +113,7 @@ _TABLE = (
 
 
 def _judge(case: Case) -> list[Finding]:
-    reservations, held_up = find_reservations(case)
-    found = [
-        *find_dead(case), *find_stopped(case), *find_nodes(case), *find_pending(case), *reservations,
-        *find_deadlocks(case), *find_left_in_collective(case),
-    ]  # fmt: skip
+    found, held_up = faults.find_faults(case)
     # Who waits for one of these is explained.
     explained = held_up | {actor.id for finding in found for actor in finding.actors if finding.blames}
     tasks = {(finding.task, finding.node, finding.pid) for finding in found if finding.blames and finding.task}
@@ -134,15 +121,8 @@ def _judge(case: Case) -> list[Finding]:
     explained |= {key for key, name in keys.items() if (name, *case.find_process(key)) in tasks}
     if any(finding.kind == "stopped" and not (finding.actors or finding.task) for finding in found):
         explained.add(case.graph.driver)
-    for workers in case.graph.worker_sets:
-        members = {member.key for member in workers.members}
-        odd = None if members & explained else find_mismatch(case.graph, workers, case.after_s)
-        if odd is not None:
-            facts = f"{len(odd.waiting)} of {odd.record.size} members wait, {len(odd.behind)} differ"
-            fact, since = Evidence(odd.record.source, facts, odd.record.age_s), (odd.since_s, odd.record.source)
-            wait = Wait("collective", odd.waiting, odd.behind, workers=workers)
-            found.append(case.blame("mismatch", odd.behind, odd.text, wait, since, fact, blames=odd.blames))
-            explained |= members
+    mismatches, members = find_mismatches(case, explained)
+    found, explained = [*found, *mismatches], explained | members
     ends, suspects = _find_ends(case, explained)
     blamed = {actor.id for end in ends if end.blames for actor in end.actors}
     # A finding that blames no process, and speaks of those that another one blames, says nothing more.
@@ -173,7 +153,7 @@ def _find_ends(case: Case, explained: Collection[str]) -> tuple[list[Finding], d
         inside = wait.kind == "collective" and not wait.targets
         end = _all_inside(case, wait) if inside else _end_of(case, wait, suspects)
         found += [end] if end is not None else []
-    return unique(found), suspects
+    return faults.unique(found), suspects
 
 
 def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
