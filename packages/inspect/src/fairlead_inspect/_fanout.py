@@ -28,10 +28,7 @@ HEAD_PART = 0.6
 def look_at_cluster(
     job_id: str | None, *, window_s: float = WINDOW_S, timeout_s: float = TIMEOUT_S, own: bool = False
 ) -> model.Snapshot:
-    """Return a snapshot of the jobs of the cluster that this process is attached to, or of one of them.
-
-    See `fairlead_inspect.look` for the arguments and errors. The job of this process is left out if it is not `own`.
-    """
+    """Return a snapshot of the jobs of the attached cluster, or of one; the job of this process only if it is `own`."""
     began, notes = time.monotonic(), list[str]()
 
     def ask(what: str, function: Callable[..., _T], *args: Any) -> _T:

@@ -36,7 +36,6 @@ from seen import (
 
 from fairlead_inspect import diagnose, exit_status
 from fairlead_inspect._node.look import look as look_at_node
-from fairlead_inspect._node.waits import EVENT, TIMER, read_kernel_wait
 from fairlead_inspect.model import Call, Child, Death, Frame, Node, Thread
 
 BACKWARD = (Frame(SITE + "torch/autograd/graph.py", "_engine_run_backward", 1), Frame("/w/step.py", "train", 43))
@@ -45,6 +44,7 @@ REPORT = (
     Frame(SITE + "ray/train/v2/_internal/execution/context.py", "TrainContext._sync_checkpoint_dir_name", 254),
     Frame("/w/step.py", "train", 44),
 )
+EVENT, TIMER = "an event", "an event or a timer"
 # An event loop without a frame of a coroutine.
 EVENTS = (Frame("/py/lib/python3.11/asyncio/base_events.py", "BaseEventLoop._run_once", 1884),)
 SPINS = {"ticks": 100, "switches": 5, "states": ("R", "R"), "age": 0.0}
@@ -288,6 +288,17 @@ def test_call_of_itself():
     assert found.text == "waits for a call of itself, which cannot begin before this one is over"
 
 
+def test_deadlock_with_ranks_that_spin():
+    """A rank that spins in a barrier, and one that waits for its next call, wait for each other."""
+    calls = (Call(task(actor_id(0), 2), "x", actor_id(0), "SUBMITTED_TO_WORKER", NOW - 90),)
+    how = {0: {**SPINS, "before": BARRIER}, 1: {"refs": [ref(actor_id(0), 2)]}}
+    snapshot = ranks_of([BARRIER, GET], how=how)
+    status, _, (found,) = verdict(replace(snapshot, calls=(*snapshot.calls, *calls)))
+    assert (status, found.kind, found.blames) == (1, "deadlock", True)
+    status, blamed, _ = verdict(replace(snapshot, calls=()))
+    assert (status, blamed) == (4, [])
+
+
 def test_queue_of_a_library():
     """Who waits for a queue of Ray that nobody fills is a suspect, and neither the queue nor the driver is."""
     queue = actor(0, "_QueueActor", module="ray.util.queue")
@@ -382,9 +393,10 @@ def test_timer_of_an_event_loop():
     text = "import asyncio\nasync def wait(): await {}\nasyncio.run(wait())"
     for awaits, waits_on in (("asyncio.Event().wait()", EVENT), ("asyncio.sleep(60)", TIMER)):
         with subprocess.Popen([sys.executable, "-c", text.format(awaits)]) as child:
-            deadline = time.monotonic() + 60
-            while (seen := read_kernel_wait(child.pid, child.pid)) != waits_on and time.monotonic() < deadline:
-                time.sleep(0.05)
+            deadline, seen = time.monotonic() + 60, ""
+            while seen != waits_on and time.monotonic() < deadline:
+                threads = look_at_node([child.pid], [], 0.1, 3.0)["processes"][0]["threads"]
+                seen = threads[0]["waits_on"] if threads else ""
             child.kill()
         assert seen == waits_on
 

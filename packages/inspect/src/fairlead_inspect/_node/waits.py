@@ -28,10 +28,7 @@ MOST_SOCKETS = 65_536
 
 
 def read_kernel_wait(pid: int, tid: int) -> str:
-    """Return what a thread waits for, such as "time.sleep", "10.0.0.9:443" or "a pipe"; empty if that is not known.
-
-    It needs the right to trace the process, and a machine whose system calls are known here.
-    """
+    """Return what a thread waits for, such as "time.sleep", "10.0.0.9:443" or "a pipe"; empty if that is not known."""
     try:
         with open(f"/proc/{pid}/task/{tid}/syscall", encoding="ascii") as file:
             number, *arguments = file.read().split()

@@ -53,10 +53,7 @@ class Case:
         return (self.call_age(key), CALLED) if calls else (None, "")
 
     def sleeps(self, key: str) -> bool:
-        """Return whether a process sleeps, waits for a person, or has traffic where it stands: it waits on purpose.
-
-        At a breakpoint it does not, if nobody has attached a debugger.
-        """
+        """Return whether a process sleeps, waits for a person, or has traffic where it stands: it waits on purpose."""
         thread = None if self.at(key).paused else self.at(key).thread
         window_s = self.graph.processes[key].window_s if key in self.graph.processes else 1.0
         return thread is not None and (
@@ -64,10 +61,7 @@ class Case:
         )
 
     def waited(self, wait: Wait) -> float | None:
-        """Return for how long all members have waited in a collective.
-
-        A rank that sleeps there says so itself. One that spins or wakes up has waited at most since its call began.
-        """
+        """Return for how long all members have waited in a collective: by their calls if none of them sleeps there."""
         at = {key: self.at(key) for key in wait.waiters}
         if any(place.motion not in ("still", "waking", "spinning") for place in at.values()):
             return None

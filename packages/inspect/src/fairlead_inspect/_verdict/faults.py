@@ -14,7 +14,6 @@ NOTICED_S = 5.0
 _PENDING = ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 # Those in other states wait for objects, or have just died.
 _REQUESTING = ("PENDING_CREATION", "PENDING_NODE_ASSIGNMENT")
-_RANK = "RayTrainWorker"
 _DEVICES = ("GPU", "TPU", "HPU", "NPU", "neuron_cores")
 _PLACEMENT = "/ray/util/placement_group.py"
 # Ray's reasons why a placement group is not placed.
@@ -66,10 +65,7 @@ def _blame_dead(
 
 
 def _find_dead_peers(case: Case) -> list[Finding]:
-    """Name an actor that was killed while its peers work together by other means, such as an actor that they await.
-
-    All peers that are left must have stood since then in a call.
-    """
+    """Name an actor that was killed and whose peers, which may meet in an actor that they await, stand since then."""
     found = list[Finding]()
     for actor in case.graph.actors.values():
         if actor.death is None or actor.death.intended or _is_replaced(case, actor, actor.death.at):
@@ -261,32 +257,31 @@ def _find_deadlocks(case: Case) -> list[Finding]:
         text, fact = "run calls that have called each other, and none of them moves", Evidence("task events", names)
         finding = case.blame("deadlock", awaited, f"{text}: {names}", waits[0], (None, ""), fact)
         return [finding] if len(awaited) > 1 and long and not case.moving() else []
-    still = bool(sure) and all(case.at(key).motion in ("still", "waking") for key in cycle if key in graph.positions)
-    if met := [wait for wait in waits if wait.kind == "collective"]:
-        # Some of the set may be in a collective of their own, which those outside of the cycle may end.
-        still &= not any(case.at(key).moves for key in graph.sinks(cycle))
-        still &= all((case.waited(wait) or 0.0) >= case.after_s for wait in met)
+    places = [case.at(key) for key in cycle if key in graph.positions]
+    met = [case.waited(wait) for wait in waits if wait.kind == "collective"]
+    # Some of the set may be in a collective of their own, which those outside of the cycle may end.
+    moves = bool(met) and any(case.at(key).moves for key in graph.sinks(cycle))
+    still = bool(sure) and not moves and all((age or 0.0) >= case.after_s for age in met)
+    still &= all(at.motion in ("still", "waking", *["spinning"] * (at.kind == "collective")) for at in places)
+    moves |= any(age is not None and age < case.after_s for age in met)
     text = f"wait for each other: {names}"
     if len(cycle) == 1:
         text = "waits for a call of itself, which cannot begin before this one is over"
     finding = case.blame(
         "deadlock", cycle, text, waits[0], (None, ""), Evidence("references in memory", names), sure=still
     )
-    return [finding if still else replace(finding, blames=False, confidence="guess", moves=bool(met))]
+    return [finding if still else replace(finding, blames=False, confidence="guess", moves=moves)]
 
 
 def _find_left_in_collective(case: Case) -> list[Finding]:
-    """Name the ranks of Ray Train that wait for each other: all but one in its `report`, and that one in a collective.
-
-    Its collective needs one of the others, and `report` needs all. Of several in a collective, these may be at fault.
-    """
+    """Name ranks of Ray Train that wait for each other: all but one in `report`, and that one in a collective."""
     found, graph = list[Finding](), case.graph
     for key in graph.infrastructure:
         waits = [wait for wait in graph.waits if key in wait.targets and wait.kind == "get"]
         inside = [rank for wait in waits for rank in wait.waiters if case.shows(rank, REPORT)]
-        owner = graph.actors[key].owner
-        ranks = [rank for rank, actor in graph.actors.items() if actor.class_name == _RANK and actor.owner == owner]
-        left = [rank for rank in ranks if rank not in inside and graph.actors[rank].state != "DEAD"]
+        alike = [(rank, actor) for rank, actor in graph.actors.items() if actor.owner == graph.actors[key].owner]
+        ranks = [rank for rank, actor in alike if actor.class_name == "RayTrainWorker" and actor.state != "DEAD"]
+        left = [rank for rank in ranks if rank not in inside]
         age = case.call_age(key)
         # The collective may be one with others of the job, such as engines that receive weights.
         apart = graph.positions.keys() - {*ranks, graph.driver, *graph.infrastructure}
@@ -296,9 +291,9 @@ def _find_left_in_collective(case: Case) -> list[Finding]:
             continue
         # The fewer first; with two ranks the one that the collective lacks.
         keys = [*left, *inside] if len(inside) > 1 else [*inside, *left]
-        place = case.at(left[0]).inner
+        place, others = case.at(left[0]).inner, f" and {len(inside) - 1} more" if len(inside) > 1 else ""
         text = (
-            f"wait for each other: {', '.join(map(case.name, inside))} in ray.train.report, which needs all ranks, and "
+            f"wait for each other: {case.name(inside[0])}{others} in ray.train.report, which needs all ranks, and "
             f"{case.name(left[0])} in {place.function if place else 'a collective'}, which needs one of the others"
         )
         fact = Evidence("task events", f"report waits for {case.name(left[0])}", age)

@@ -18,8 +18,6 @@ TICKS_PER_S = 100
 WAKING_TICKS = 2
 # A thread that wakes up more often than this has traffic, as with a network, even if it stands at one line.
 OFTEN_PER_S = 20
-# Frames in which a debugger waits to be attached.
-MOST_INNER = 8
 # A write to a disk may take so long.
 SAVES_S = 60.0
 
@@ -139,7 +137,7 @@ def _read(stack: Stack, waits_inside: bool) -> Position:
     """Return what a stack says; most threads of a job stand at few places."""
     inside = tuple(takewhile(lambda frame: not libraries.is_own(frame), stack))
     kind: PositionKind = "user"
-    paused = libraries.shows(libraries.BREAKPOINT, *stack[:MOST_INNER])
+    paused = libraries.shows(libraries.BREAKPOINT, *stack)
     if libraries.shows(libraries.COLLECTIVE, *inside):
         kind = "collective"
     elif any(is_get(frame.file, frame.function) for frame in inside):

@@ -290,8 +290,8 @@ def _all_inside(case: Case, wait: Wait) -> Finding | None:
 def _standing(case: Case) -> list[str]:
     """Return the processes that have a reason to move, and have not for as long as it takes to be late.
 
-    They run a call, or code of the job on a thread of a library, and do not wait for anything that is known. One that
-    was not seen to move, and it is not known since when, is among them if somebody may wait for its call.
+    They run a call, or code of the job on a thread of a library, and do not wait for anything that is known. If
+    somebody may wait for their call, it is enough that they were not seen to move.
     """
     graph, found = case.graph, list[str]()
     waits = {key for wait in graph.waits if wait.kind != "calls" for key in wait.waiters}
