@@ -27,7 +27,7 @@ LACKS_ARGUMENTS = "PENDING_ARGS_AVAIL"
 
 
 def is_promise(object_id: str) -> bool:
-    """Return whether no task makes an object: one of `ray.put`, or of `PlacementGroup.ready`, for which one may wait."""
+    """Return whether no task makes an object: one of `ray.put`, or of `PlacementGroup.ready`, for which one waits."""
     # The last four bytes of an object's id count the objects of a task, results first (Ray's `kMaxTaskReturns`).
     return int.from_bytes(bytes.fromhex(object_id[48:56]), "little") > _MOST_RESULTS
 
