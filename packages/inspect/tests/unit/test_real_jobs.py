@@ -369,7 +369,10 @@ def coroutines(waits_on=EVENT, age=90.0, *, beside=(), driver=GET, jobs=1):
     served = replace(idle, title="ray::Lock.acquire", threads=(*idle.threads, loop, *beside))
     refs = [ref(actor_id(0), at) for at in (1, 2)] if driver is GET else []
     waits = process(811, driver, refs=refs, driver=True)
-    snapshot = look([service], [served, waits], calls=tuple(replace(call, began=NOW - 90) for call in calls))
+    peer = replace(served, pid=1001, title="ray::Lock")
+    snapshot = look(
+        [service, actor(1, "Lock")], [served, peer, waits], calls=tuple(replace(call, began=NOW - 90) for call in calls)
+    )
     return replace(snapshot, jobs=(*snapshot.jobs, *[replace(snapshot.jobs[0], job_id="02000000")] * (jobs - 1)))
 
 

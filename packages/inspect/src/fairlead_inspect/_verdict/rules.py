@@ -347,24 +347,23 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
 
 
 def _is_all_awaited(case: Case, key: str) -> bool:
-    """Return whether all that is not idle waits for the coroutines of an actor, and nothing in it will wake them up.
-
-    With a timer, they may sleep on purpose. Others of the cluster than the job might know the actor.
-    """
+    """Return whether all that is not idle waits for the coroutines of an actor, and nothing in it will wake them up."""
     graph, process, at = case.graph, case.graph.processes.get(key), case.at(key)
     if process is None or at.kind != "opaque" or at.thread is not None or graph.next.get(key):
         return False
     loops = [thread for thread in process.threads if thread.name.startswith(LOOP)]
+    # With a timer, they may sleep on purpose.
     rest = all(loop.waits_on == EVENT and (loop.last_ran_s or 0.0) >= case.after_s for loop in loops)
     works = process.ticks > WAKING_TICKS or any(child.ticks for child in process.children)
     if not loops or not rest or works or any(find_own(thread.stack) for thread in process.threads):
         return False
     waiters = {waiter for wait in graph.waits if wait.kind != "calls" for waiter in wait.waiters}
-    others = [other for other in graph.positions if other != key and other not in graph.infrastructure]
-    # Who stands in code of the job may be about to wake it up.
-    wait = [other in waiters or case.at(other).kind != "user" for other in others]
-    wait += [key in graph.reach([other]) for other in others if case.at(other).kind != "idle"]
-    return len(case.snapshot.jobs) == 1 and all(wait)
+    others = {other: case.at(other) for other in graph.positions if other != key and other not in graph.infrastructure}
+    # Who stands in code of the job may be about to wake it up. An event loop without a call is idle.
+    wait = [other in waiters or place.kind != "user" for other, place in others.items()]
+    busy = [other for other, place in others.items() if place.thread is not None or other in graph.began]
+    wait += [key in graph.reach([other]) for other in busy]
+    return len(case.snapshot.jobs) == 1 and all(wait)  # another job may know the actor
 
 
 # What is said of the only process that stands, before the rows for the ends of waits that are certain.
