@@ -306,10 +306,9 @@ def _is_in_collective(case: Case, key: str) -> bool:
     at, actor = case.at(key), case.graph.actors[key]
     if not at.stands or case.shows(key, REPORT):
         return False
-    nodes = [node.resources for node in case.snapshot.nodes if node.node_id == actor.node_id]
-    alone = any(name in held for held in nodes for name in _DEVICES)
+    held = next((node.resources for node in case.snapshot.nodes if node.node_id == actor.node_id), {})
     reduces = at.kind == "device" and at.motion == "still" and (at.backward or case.shows(key, BOOST))
-    return at.kind == "collective" or (reduces and any(nodes) and not alone)
+    return at.kind == "collective" or (reduces and bool(held) and held.keys().isdisjoint(_DEVICES))
 
 
 def _describe_reason(group: Reservation) -> str:

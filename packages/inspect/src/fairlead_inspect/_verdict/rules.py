@@ -199,7 +199,9 @@ def _find_doubt(case: Case, moving: Sequence[str], wait: Wait) -> str | None:
         return None
     if at.motion in STANDS:
         long = (case.age(key)[0] or 0.0) >= case.after_s
-        return "does not move, while another thread or a child process of it works" if long else None
+        child = max(case.graph.processes[key].children, key=lambda child: child.ticks, default=None)
+        works = f"its child process {child.pid}" if child is not None and child.ticks else "another thread of it"
+        return f"does not move, while {works} works" if long else None
     long = (case.call_age(key) or 0.0) >= case.after_s
     return "computes in one function since its call began: endless or slow" if at.loops and long else None
 
