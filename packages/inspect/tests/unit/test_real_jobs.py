@@ -343,6 +343,7 @@ def test_rank_in_a_collective_that_others_have_left():
         train_job([BACKWARD, BACKWARD, REPORT]),
         train_job([QUEUE[2:], REPORT], ticks=1, before=QUEUE[2:], switches=4),
         train_job([BACKWARD, REPORT], resource="GPU"),
+        train_job([BACKWARD, REPORT], age=5.0),
         train_job([ALL_REDUCE, REPORT], others=[engine]),
     ):
         assert [one for one in diagnose(well) if one.kind == "deadlock"] == []

@@ -282,12 +282,12 @@ def _find_left_in_collective(case: Case) -> list[Finding]:
         alike = [(rank, actor) for rank, actor in graph.actors.items() if actor.owner == graph.actors[key].owner]
         ranks = [rank for rank, actor in alike if actor.class_name == "RayTrainWorker" and actor.state != "DEAD"]
         left = [rank for rank in ranks if rank not in inside]
-        age = case.call_age(key)
+        age = min([case.call_age(key) or 0.0, *(case.age(rank)[0] or float("inf") for rank in left)])
         # The collective may be one with others of the job, such as engines that receive weights.
         apart = graph.positions.keys() - {*ranks, graph.driver, *graph.infrastructure}
         if not inside or len(left) != 1 or any(case.at(other).kind != "idle" for other in apart):
             continue
-        if (age or 0.0) < case.after_s or not _is_in_collective(case, left[0]):
+        if age < case.after_s or not _is_in_collective(case, left[0]):
             continue
         # The fewer first; with two ranks the one that the collective lacks.
         keys = [*left, *inside] if len(inside) > 1 else [*inside, *left]
