@@ -47,7 +47,7 @@ def test_another_shape(monkeypatch):
             return [gcs_pb2.JobTableData().SerializeToString()]
 
     monkeypatch.setattr(gcs_pb2, "JobTableData", common_pb2.TaskInfoEntry)
-    monkeypatch.setattr(_ray_private, "_accessor", Table)
+    monkeypatch.setattr(ray._private.state.state, "_connect_and_get_accessor", Table)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     with pytest.raises(RayVersionError, match=r"fairlead-inspect cannot read .* gives no result") as error:
         look()
