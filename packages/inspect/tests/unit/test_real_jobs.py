@@ -392,6 +392,20 @@ def test_coroutines_that_nothing_wakes_up():
         assert verdict(well)[:2] == (4, [])
 
 
+@pytest.mark.parametrize(("waits_on", "status"), [(EVENT, 1), (TIMER, 4)])
+def test_coroutines_that_await_each_other(waits_on, status):
+    """Two actors whose calls have called each other hang, unless one of them may only sleep."""
+    driver, (first, second) = process(811, EVENTS, driver=True), (actor(0, "A"), actor(1, "B"))
+    loop = Thread(5, "AsyncIO Thread: default", (), None, ("S", "S"), 0, 0, 90.0, waits_on=waits_on)
+    calls = [
+        Call(task(actor_id(to), number), "f", actor_id(to), "RUNNING", NOW - 90, parent=parent)
+        for to, number, parent in ((0, 1, "f" * 40 + JOB), (1, 2, task(actor_id(0), 1)), (0, 3, task(actor_id(1), 2)))
+    ]
+    idle = process(1000, IDLE)
+    loops = [replace(idle, pid=1000 + at, title="ray::A.f", threads=(*idle.threads, loop)) for at in (0, 1)]
+    assert verdict(look([first, second], [driver, *loops], calls=tuple(calls)))[0] == status
+
+
 def test_timer_of_an_event_loop():
     """The kernel says whether an event loop wakes up by itself."""
     text = "import asyncio\nasync def wait(): await {}\nasyncio.run(wait())"

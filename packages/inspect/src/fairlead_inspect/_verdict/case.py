@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from .._node.waits import INPUT, SLEEP, WAITS_FOR_CHILD
+from .._node.waits import EVENT, INPUT, SLEEP, WAITS_FOR_CHILD
 from ..model import Child, Confidence, Evidence, Finding, Frame, Kind, Named, Snapshot, Suspect, Waiting, WorkerSet
 from .libraries import PACKAGES, shows
-from .positions import OFTEN_PER_S, Position, find_own
+from .positions import LOOP, OFTEN_PER_S, Position, find_own
 from .waits import Graph, Wait
 
 RAN, CALLED, WAITED = "last run of its thread", "start of its call", "the first of those that wait"
@@ -90,6 +90,13 @@ class Case:
         times += [actor.created for actor in self.graph.actors.values()]
         times += [ended for key, ended in self.snapshot.finished.items() if key.endswith(self.graph.job.job_id)]
         return self.snapshot.looked_at - max(times, default=0.0)
+
+    def awaits(self, key: str) -> bool:
+        """Return whether the event loop of an actor rests for long without a timer: its coroutines do not sleep."""
+        threads = self.graph.processes[key].threads if key in self.graph.processes else ()
+        loops = [thread for thread in threads if thread.name.startswith(LOOP)]
+        rests = (loop.waits_on == EVENT and (loop.last_ran_s or 0.0) >= self.after_s for loop in loops)
+        return bool(loops) and all(rests)
 
     def shows(self, key: str, pattern: re.Pattern[str]) -> bool:
         """Return whether the thread of a process is in a function of a library, by its file and name."""
@@ -183,15 +190,9 @@ class Case:
         return self.say(kind, keys, text, wait, confidence="certain" if sure else "likely", **more)
 
     def say(
-        self,
-        kind: Kind,
-        keys: Sequence[str],
-        text: str,
-        wait: Wait | None,
-        *,
-        workers: WorkerSet | None = None,
-        **more: Any,
-    ) -> Finding:
+        self, kind: Kind, keys: Sequence[str], text: str, wait: Wait | None, *,
+        workers: WorkerSet | None = None, **more: Any,
+    ) -> Finding:  # fmt: skip
         """Return a finding about some processes; `more` are further fields of it."""
         graph, first = self.graph, keys[0] if keys else ""
         members = [pair for key in keys if (pair := graph.members.get(key))]

@@ -252,8 +252,9 @@ def _find_deadlocks(case: Case) -> list[Finding]:
     names = " -> ".join(case.name(key) for key in (*keys, keys[0]))
     waits = [wait for wait in graph.waits if {*wait.waiters} & {*keys} and {*wait.targets} & {*keys}]
     if awaited:
-        # Coroutines: their calls have run for long, and nothing of the job moves.
+        # Coroutines: their calls have run for long, and nothing of the job moves, or will by itself.
         long = all((case.call_age(key) or 0.0) >= case.after_s and case.at(key).kind == "opaque" for key in awaited)
+        long &= all(case.awaits(key) or case.at(key).thread is not None for key in awaited)
         text, fact = "run calls that have called each other, and none of them moves", Evidence("task events", names)
         finding = case.blame("deadlock", awaited, f"{text}: {names}", waits[0], (None, ""), fact)
         return [finding] if len(awaited) > 1 and long and not case.moving() else []

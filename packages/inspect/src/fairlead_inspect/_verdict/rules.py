@@ -5,13 +5,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._node.waits import EVENT
 from .._worker_sets import find_worker_sets
 from ..model import Evidence, Finding, Kind, Snapshot
 from . import faults
 from .case import CALLED, RAN, WAITED, Case
 from .collectives import find_mismatches
-from .positions import LOOP, STANDS, WAKING_TICKS, Position, find_own
+from .positions import STANDS, WAKING_TICKS, Position, find_own
 from .waits import Wait, make_graph
 
 # A rank may wait so long for a file or a server and be well.
@@ -353,11 +352,8 @@ def _is_all_awaited(case: Case, key: str) -> bool:
     graph, process, at = case.graph, case.graph.processes.get(key), case.at(key)
     if process is None or at.kind != "opaque" or at.thread is not None or graph.next.get(key):
         return False
-    loops = [thread for thread in process.threads if thread.name.startswith(LOOP)]
-    # With a timer, they may sleep on purpose.
-    rest = all(loop.waits_on == EVENT and (loop.last_ran_s or 0.0) >= case.after_s for loop in loops)
     works = process.ticks > WAKING_TICKS or any(child.ticks for child in process.children)
-    if not loops or not rest or works or any(find_own(thread.stack) for thread in process.threads):
+    if works or not case.awaits(key) or any(find_own(thread.stack) for thread in process.threads):
         return False
     waiters = {waiter for wait in graph.waits if wait.kind != "calls" for waiter in wait.waiters}
     others = {other: case.at(other) for other in graph.positions if other != key and other not in graph.infrastructure}
