@@ -52,7 +52,7 @@ PROGRAMS = sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLD
 def read_truth(name):
     """Return what the author of a program wrote down before its first run."""
     tree = ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
-    values = (one.value for one in tree.body if isinstance(one, ast.Assign) and one.targets[0].id == "TRUTH")
+    values = (one.value for one in tree.body if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "TRUTH")
     return ast.literal_eval(next(values))
 
 
@@ -73,8 +73,9 @@ def find_lacking(name):
 def run_program(name, folder):
     """Run a program on a Ray of its own until it says that it hangs, and yield its environment and what it noted."""
     mark, address = folder / "mark", folder / "address"
-    env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "PYTHONPATH")}
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     env |= {
+        "PYTHONPATH": str(FOLDER),  # of the module `hangs`, for the programs of `second`
         "MARK_FILE": str(mark),
         "ADDRESS_FILE": str(address),
         "RAY_TMPDIR": str(folder),

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fairlead's groups: the rank of each member, and what its worker has recorded.
-
-This is the only module that knows where groups are registered. It returns plain dictionaries.
-"""
+"""Fairlead's groups: the rank of each member, and what its worker has recorded, as plain dictionaries."""
 
 import importlib
 import importlib.util

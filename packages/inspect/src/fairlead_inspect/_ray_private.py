@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps every use of a Ray API that is not public. Another shape of it is refused.
+"""Wraps every use of a Ray API that is not public. A test checks all of them against the installed Ray.
 
 Reason: the state API needs a dashboard, takes 15 times as long, stops at 10,000 rows, and names neither the worker of a
 driver nor who has requested a placement group, and when.
 """
 
-import importlib
-import inspect
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +12,6 @@ from typing import Any
 
 import ray
 
-from fairlead_placement import RayVersionError
 from fairlead_placement.extension import COMMAND_MARK
 
 from .model import Actor, Call, Death, Job, Reservation
@@ -28,56 +25,6 @@ _DRIVER = "f" * 16
 _PLACED = ("CREATED", "REMOVED")
 # Parts of a runtime environment that take time.
 _INSTALLED = ("pip", "uv", "conda", "container", "image_uri", "working_dir", "py_modules", "java_jars")
-# The fields of Ray's tables that the functions below read, by message, each in a module of `ray.core.generated`.
-_FIELDS = {
-    "gcs_pb2.JobTableData": "job_id entrypoint driver_pid driver_address is_dead config",
-    "gcs_pb2.ActorTableData": "actor_id class_name job_id state name ray_namespace node_id address pid owner_address "
-    "start_time timestamp end_time death_cause required_resources serialized_runtime_env function_descriptor",
-    "gcs_pb2.TaskEvents": "task_id attempt_number task_info state_updates",
-    "common_pb2.TaskInfoEntry": "type name actor_id parent_task_id required_resources runtime_env_info",
-    "gcs_pb2.TaskStateUpdate": "node_id worker_pid state_ts_ns",
-    "gcs_pb2.PlacementGroupTableData": "placement_group_id creator_job_id creator_actor_id name state stats bundles "
-    "placement_group_creation_timestamp_ms",
-}
-_NUMBERS = {
-    "common_pb2.TaskStatus": {"FINISHED": FINISHED, "FAILED": FAILED, "RUNNING": RUNNING},
-    "common_pb2.TaskType": {"ACTOR_CREATION_TASK": _CREATION},
-}
-_TABLES = ("get_job_table", "get_actor_table", "get_task_events", "get_placement_group_table")
-# Of functions that wait for objects: the variables with the objects, by which a stack tells what a process waits for.
-_VARIABLES = {"get": "object_refs", "wait": "ray_waitables", "Worker.get_objects": "object_refs"}
-
-
-def check_ray() -> None:
-    """Raise RayVersionError if this Ray's tables, or its functions that wait, are not as this package reads them."""
-    found: list[str] = []
-    for message, fields in _FIELDS.items():
-        present = getattr(_find_generated(message), "DESCRIPTOR", None)
-        missing = [name for name in fields.split() if present is None or name not in present.fields_by_name]
-        found += [f"{message} has no {', '.join(missing)}"] if missing else []
-    for kind, numbers in _NUMBERS.items():
-        values = dict(getattr(_find_generated(kind), "items", tuple)())
-        found += [f"{kind}.{one} is {values.get(one)}, not {n}" for one, n in numbers.items() if values.get(one) != n]
-    accessor = getattr(getattr(ray, "_raylet", None), "GlobalStateAccessor", None)
-    found += [f"GlobalStateAccessor has no {table}" for table in _TABLES if not hasattr(accessor, table)]
-    for path, variable in _VARIABLES.items():
-        function: Any = ray._private.worker
-        for part in path.split("."):
-            function = getattr(function, part, None)
-        code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
-        if variable not in getattr(code, "co_varnames", ()):
-            found.append(f"ray._private.worker.{path} has no variable {variable}")
-    if found:
-        raise RayVersionError("fairlead-inspect", ray.__version__, tuple(found))
-
-
-def _find_generated(path: str) -> Any:
-    """Return a class or an enumeration that Ray generates, such as "gcs_pb2.JobTableData"; None if there is none."""
-    module, _, name = path.partition(".")
-    try:
-        return getattr(importlib.import_module(f"ray.core.generated.{module}"), name, None)
-    except ImportError:
-        return None
 
 
 def read_jobs(job_id: str | None = None) -> list[Job]:

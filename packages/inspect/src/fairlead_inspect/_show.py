@@ -150,11 +150,7 @@ def draw_findings(snapshot: Snapshot, findings: Sequence[Finding]) -> Renderable
         said = [finding for finding in findings if finding.job_id == job.job_id]
         actors = [actor for actor in snapshot.actors if actor.job_id == job.job_id and actor.state == "ALIVE"]
         driver = f"driver pid {job.pid} on {addresses.get(job.node_id, 'an unknown node')}, " if job.pid else ""
-        numbers = {
-            "worker set": sum(workers.job_id == job.job_id for workers in worker_sets),
-            "actor": len(actors),
-            "node": len({actor.node_id for actor in actors}),
-        }
+        numbers = {"actor": len(actors), "node": len({actor.node_id for actor in actors})}
         counted = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for noun, number in numbers.items() if number)
         head = f"job {job.job_id} ({job.entrypoint}; {driver}{counted or 'no actors'}), seen in {snapshot.took_s:.1f} s"
         parts += [Text(clean(head), style="bold"), *(_draw_finding(finding, members) for finding in said)]
@@ -183,17 +179,15 @@ def _draw_finding(finding: Finding, members: Mapping[str, Member]) -> Renderable
         sure = f"rank: {finding.rank_confidence}, {sure}"
     place = "" if listed else _write_process(finding)
     said = f"{_name(finding, members)}{place}{_write_since(finding.since_s)}: {finding.text} ({finding.kind}; {sure})"
+    suspects = (
+        f"{one.name}{_write_process(one)}{_write_since(one.since_s)}: {write_stack(one.where)} ({one.text})"
+        for one in finding.suspects
+    )
     rows = [
         ("at", "" if listed else write_stack(finding.where)),
         ("others", _describe(finding.waiting)),
         ("chain", "  ->  ".join(finding.chain)),
-        *(
-            (
-                "suspect",
-                f"{one.name}{_write_process(one)}{_write_since(one.since_s)}: {write_stack(one.where)} ({one.text})",
-            )
-            for one in finding.suspects
-        ),
+        *(("suspect", text) for text in suspects),
         ("proof", "; ".join(f"{fact.source}: {fact.text}" for fact in finding.evidence)),
         ("next", finding.remedy),
     ]

@@ -22,6 +22,7 @@ from seen import (
     LOOP,
     NOW,
     QUEUE,
+    RAY,
     SITE,
     actor,
     actor_id,
@@ -35,8 +36,17 @@ from seen import (
 
 from fairlead_inspect import diagnose, exit_status
 from fairlead_inspect._node.look import look as look_at_node
-from fairlead_inspect.model import Call, Child, Death, Frame, Node
+from fairlead_inspect.model import Call, Child, Death, Frame, Node, Thread
 
+BACKWARD = (Frame(SITE + "torch/autograd/graph.py", "_engine_run_backward", 1), Frame("/w/step.py", "train", 43))
+REPORT = (
+    GET[0],
+    Frame(SITE + "ray/train/v2/_internal/execution/context.py", "TrainContext._sync_checkpoint_dir_name", 254),
+    Frame("/w/step.py", "train", 44),
+)
+EVENT, TIMER = "an event", "an event or a timer"
+# An event loop without a frame of a coroutine.
+EVENTS = (Frame("/py/lib/python3.11/asyncio/base_events.py", "BaseEventLoop._run_once", 1884),)
 SPINS = {"ticks": 100, "switches": 5, "states": ("R", "R"), "age": 0.0}
 
 
@@ -60,8 +70,7 @@ def test_ranks_that_spin():
     assert verdict(spinning([BARRIER, BARRIER, BARRIER, QUEUE], others=[3]))[:2] == (1, [("late", (3,))])
     item = (Frame("/w/step.py", "train", 42),)
     assert verdict(spinning([item, item, item, QUEUE], inside=(0, 1, 2), others=[3]))[:2] == (1, [("late", (3,))])
-    backward = (Frame(SITE + "torch/autograd/graph.py", "_engine_run_backward", 1), Frame("/w/step.py", "train", 43))
-    assert verdict(spinning([backward, backward, backward, QUEUE], others=[3]))[:2] == (1, [("late", (3,))])
+    assert verdict(spinning([BACKWARD, BACKWARD, BACKWARD, QUEUE], others=[3]))[:2] == (1, [("late", (3,))])
 
 
 def test_all_ranks_spin():
@@ -279,6 +288,17 @@ def test_call_of_itself():
     assert found.text == "waits for a call of itself, which cannot begin before this one is over"
 
 
+def test_deadlock_with_ranks_that_spin():
+    """A rank that spins in a barrier, and one that waits for its next call, wait for each other."""
+    calls = (Call(task(actor_id(0), 2), "x", actor_id(0), "SUBMITTED_TO_WORKER", NOW - 90),)
+    how = {0: {**SPINS, "before": BARRIER}, 1: {"refs": [ref(actor_id(0), 2)]}}
+    snapshot = ranks_of([BARRIER, GET], how=how)
+    status, _, (found,) = verdict(replace(snapshot, calls=(*snapshot.calls, *calls)))
+    assert (status, found.kind, found.blames) == (1, "deadlock", True)
+    status, blamed, _ = verdict(replace(snapshot, calls=()))
+    assert (status, blamed) == (4, [])
+
+
 def test_queue_of_a_library():
     """Who waits for a queue of Ray that nobody fills is a suspect, and neither the queue nor the driver is."""
     queue = actor(0, "_QueueActor", module="ray.util.queue")
@@ -288,6 +308,134 @@ def test_queue_of_a_library():
     serves = replace(process(1000, IDLE), title="ray::_QueueActor.put")
     status, blamed, found = verdict(look([queue, actor(1, "Producer")], [driver, waits, serves], calls=calls))
     assert (status, blamed, suspects(found)) == (4, [], [1001])
+
+
+def train_job(stacks, *, resource="CPU", others=(), **how):
+    """Return a job of Ray Train whose ranks stand at some stacks; those in its report wait for the barrier of all."""
+    train, run = "ray.train.v2._internal.execution.", actor_id(9)
+    controller = actor(9, "TrainController", module=train + "controller.controller")
+    barrier = actor(8, "SynchronizationActor", module=train + "checkpoint.sync_actor", owner=controller.worker_id)
+    ranks = [actor(at, "RayTrainWorker", module=train + "worker", owner="w9") for at in range(len(stacks))]
+    refs = {at: [ref(barrier.actor_id, at + 1)] for at, stack in enumerate(stacks) if stack is REPORT}
+    processes = [process(1000 + at, stack, refs=refs.get(at, ()), **how) for at, stack in enumerate(stacks)]
+    processes += [process(811, GET, refs=[ref(run)], driver=True), *others]
+    processes += [replace(process(pid, IDLE), title=f"ray::A.{name}") for pid, name in ((1008, "wait"), (1009, "run"))]
+    calls = [Call(task(barrier.actor_id, at + 1), "wait", barrier.actor_id, "RUNNING", NOW - 90) for at in refs]
+    calls.append(Call(task(run), "run", run, "RUNNING", NOW - 900))
+    more = [actor(one.pid - 1000, "Engine") for one in others]
+    return look(
+        [*ranks, controller, barrier, *more],
+        processes,
+        calls=tuple(calls),
+        nodes=(Node("n1", "h", resources={resource: 1.0}),),
+    )
+
+
+def test_rank_in_a_collective_that_others_have_left():
+    """One rank computes gradients, and all others report, for which they need it: they wait for each other."""
+    two = verdict(train_job([BACKWARD, REPORT]))
+    assert (two[0], two[2][0].kind, [one.id for one in two[2][0].actors]) == (1, "deadlock", [actor_id(1), actor_id(0)])
+    assert "#1 in ray.train.report, which needs all ranks, and RayTrainWorker #0 in _engine" in two[2][0].text
+    assert verdict(train_job([REPORT, REPORT, ALL_REDUCE]))[2][0].pid == 1002
+    # These may be right: of two in a collective, one may be late there; code and a device may be slow.
+    engine = process(1005, ALL_REDUCE)
+    for well in (
+        train_job([BACKWARD, BACKWARD, REPORT]),
+        train_job([QUEUE[2:], REPORT], ticks=1, before=QUEUE[2:], switches=4),
+        train_job([BACKWARD, REPORT], resource="GPU"),
+        train_job([BACKWARD, REPORT], age=5.0),
+        train_job([ALL_REDUCE, REPORT], others=[engine]),
+    ):
+        assert [one for one in diagnose(well) if one.kind == "deadlock"] == []
+
+
+def test_forgotten_breakpoint():
+    """Who waits at a breakpoint for a debugger that nobody attaches is named, and is no server."""
+    listens = (
+        Frame("/py/lib/python3.11/socket.py", "socket.accept", 294),
+        Frame(SITE + "ray/util/rpdb.py", "_RemotePdb.listen", 126),
+        Frame(SITE + "ray/util/rpdb.py", "set_trace", 305),
+        Frame("/w/data.py", "check", 22),
+    )
+    (found,) = diagnose(ranks_of([ALL_REDUCE, ALL_REDUCE, listens]))
+    assert (found.kind, found.ranks, found.blames) == ("late", (2,), True)
+    assert "it stands at a breakpoint, to which no debugger is attached" in found.text
+
+
+def coroutines(waits_on=EVENT, age=90.0, *, beside=(), driver=GET, jobs=1):
+    """Return a job whose driver waits for two calls of an actor with an event loop."""
+    service, calls = actor(0, "Lock"), [Call(task(actor_id(0), at), "acquire", actor_id(0), "RUNNING") for at in (1, 2)]
+    loop = Thread(5, "AsyncIO Thread: default", RAY[:0], None, ("S", "S"), 0, 0, age, waits_on=waits_on)
+    idle = process(1000, IDLE)
+    served = replace(idle, title="ray::Lock.acquire", threads=(*idle.threads, loop, *beside))
+    refs = [ref(actor_id(0), at) for at in (1, 2)] if driver is GET else []
+    waits = process(811, driver, refs=refs, driver=True)
+    peer = replace(served, pid=1001, title="ray::Lock")
+    snapshot = look(
+        [service, actor(1, "Lock")], [served, peer, waits], calls=tuple(replace(call, began=NOW - 90) for call in calls)
+    )
+    return replace(snapshot, jobs=(*snapshot.jobs, *[replace(snapshot.jobs[0], job_id="02000000")] * (jobs - 1)))
+
+
+def test_coroutines_that_nothing_wakes_up():
+    """An actor whose event loop rests without a timer is named if all wait for it; with one it may sleep on purpose."""
+    status, blamed, found = verdict(coroutines())
+    assert (status, [one for one, _ in blamed], found[0].pid) == (1, ["late"], 1000)
+    other = process(7, QUEUE).threads[0]
+    for well in (
+        coroutines(TIMER),
+        coroutines(age=5.0),
+        coroutines(beside=(replace(other, tid=8, stack=QUEUE),)),
+        coroutines(driver=QUEUE[2:]),
+        coroutines(jobs=2),
+    ):
+        assert verdict(well)[:2] == (4, [])
+
+
+@pytest.mark.parametrize(("waits_on", "status"), [(EVENT, 1), (TIMER, 4)])
+def test_coroutines_that_await_each_other(waits_on, status):
+    """Two actors whose calls have called each other hang, unless one of them may only sleep."""
+    driver, (first, second) = process(811, EVENTS, driver=True), (actor(0, "A"), actor(1, "B"))
+    loop = Thread(5, "AsyncIO Thread: default", (), None, ("S", "S"), 0, 0, 90.0, waits_on=waits_on)
+    calls = [
+        Call(task(actor_id(to), number), "f", actor_id(to), "RUNNING", NOW - 90, parent=parent)
+        for to, number, parent in ((0, 1, "f" * 40 + JOB), (1, 2, task(actor_id(0), 1)), (0, 3, task(actor_id(1), 2)))
+    ]
+    idle = process(1000, IDLE)
+    loops = [replace(idle, pid=1000 + at, title="ray::A.f", threads=(*idle.threads, loop)) for at in (0, 1)]
+    assert verdict(look([first, second], [driver, *loops], calls=tuple(calls)))[0] == status
+
+
+def test_timer_of_an_event_loop():
+    """The kernel says whether an event loop wakes up by itself."""
+    text = "import asyncio\nasync def wait(): await {}\nasyncio.run(wait())"
+    for awaits, waits_on in (("asyncio.Event().wait()", EVENT), ("asyncio.sleep(60)", TIMER)):
+        with subprocess.Popen([sys.executable, "-c", text.format(awaits)]) as child:
+            deadline, seen = time.monotonic() + 60, ""
+            while seen != waits_on and time.monotonic() < deadline:
+                threads = look_at_node([child.pid], [], 0.1, 3.0)["processes"][0]["threads"]
+                seen = threads[0]["waits_on"] if threads else ""
+            child.kill()
+        assert seen == waits_on
+
+
+@pytest.mark.parametrize("stands", ["idle", "channel", "unknown", "gone"])
+@pytest.mark.parametrize("waits", [GET, EVENTS])
+def test_call_of_a_process_that_was_not_seen_to_move(stands, waits):
+    """A driver whose waits cannot be read, and that has made a call that runs for long, is no all-clear."""
+    channel = (Frame(SITE + "ray/experimental/channel/shared_memory_channel.py", "Channel.read", 400),)
+    callee = {
+        "idle": [process(1000, IDLE)],
+        "channel": [process(1000, channel, age=None)],
+        "unknown": [process(1000, QUEUE, ticks=2, switches=3, age=0.1)],
+        "gone": [],
+    }[stands]
+    driver = process(811, waits, driver=True)
+    call = Call(task(actor_id(0)), "run", actor_id(0), "RUNNING", NOW - 90, parent="f" * 40 + JOB)
+    snapshot = look([actor(0)], [driver, *callee], calls=(call,))
+    status, blamed, found = verdict(snapshot)
+    assert (status, blamed, suspects(found)) == (4, [], [1000])
+    assert verdict(replace(snapshot, calls=(replace(call, began=NOW - 5),)))[0] == 0
 
 
 def test_file_system_that_does_not_answer(tmp_path):

@@ -423,7 +423,7 @@ def test_objects_that_lead_to_no_process(finished):
     """A driver in `ray.get` is no all-clear if the task of its object is over, or not listed, and nothing moves."""
     lost = "f" * 16 + "a" * 24 + JOB + "01000000", False
     driver = process(811, GET, refs=[lost], driver=True, switches=1, before=GET, age=0.5)
-    calls = (Call(task(actor_id(0)), "f", actor_id(0), "RUNNING", NOW - 90),)
+    calls = (Call(task(actor_id(0)), "f", actor_id(0), "RUNNING", NOW - 5),)
     hangs = look([actor(0)], [driver, process(1000, IDLE)], finished=finished)
     (found,) = diagnose(hangs)
     assert (found.kind, found.subject, exit_status([found])) == ("undecided", "1 process, the driver", 4)

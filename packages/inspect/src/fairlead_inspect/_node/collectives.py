@@ -31,10 +31,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_dump(pid: int, started: int, environ: Mapping[str, str]) -> tuple[list[tuple[Any, ...]], str]:
-    """Return the fields of a `Record` for each communicator in the newest dump of a process, and why it is unreadable.
-
-    A dump from before the start tick of the process is of another one. Without RANK the name of its file is not known.
-    """
+    """Return the fields of a `Record` for each communicator in the newest dump of a process, and why there is none."""
     found = []
     for prefix in (environ[name] for name in PREFIXES if environ.get(name) and environ.get("RANK")):
         path = os.path.join(f"/proc/{pid}/cwd", prefix + environ["RANK"])
@@ -48,6 +45,7 @@ def read_dump(pid: int, started: int, environ: Mapping[str, str]) -> tuple[list[
     age_s = max(0.0, time.time() - written)
     try:
         with open("/proc/uptime", encoding="ascii") as file:
+            # A dump from before the start of the process is of another one.
             if age_s > float(file.read().split()[0]) - started / os.sysconf("SC_CLK_TCK"):
                 return [], ""
         dump = _PlainUnpickler(io.BytesIO(_read_file(path))).load()

@@ -50,8 +50,6 @@ def look(
 ) -> dict[str, Any]:
     """Return what is known of processes of this node, which may lack Fairlead.
 
-    The stacks get half of the time that is not for the window; the rest is for the start and the answer of the task.
-
     With None for the workers, all that run here. The `offset` is that of the id in an `ObjectRef`: None to measure it,
     and -1 for no references. Returns the fields of each `Process` that lives, equal stacks as one object, and notes.
     """
@@ -170,10 +168,7 @@ def _read_files(rows: Sequence[dict[str, Any]], lines: dict[tuple[str, int], str
 
 
 def _read_ages(rows: Sequence[dict[str, Any]]) -> None:
-    """Add how long ago each thread and child ran last; None if that is not known. Each clock is read once.
-
-    A thread that the kernel has moved while it slept may have run by the clock of another processor, and in the future.
-    """
+    """Add how long ago each thread and child ran last; None if that is not known. Each clock is read once."""
     clocks: dict[int, float | None] = {}
 
     def read_age(pid: int, tid: int) -> float | None:
@@ -183,6 +178,7 @@ def _read_ages(rows: Sequence[dict[str, Any]]) -> None:
         if processor not in clocks:
             clocks[processor] = read_clock(processor)
         clock = clocks[processor]
+        # A thread that the kernel has moved while it slept may have run by the clock of another one, and in the future.
         return None if clock is None or clock < ran else clock - ran
 
     for row in rows:

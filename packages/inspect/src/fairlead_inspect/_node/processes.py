@@ -73,10 +73,7 @@ def read_counters(pid: int, tid: int) -> tuple[str, int | None, int | None]:
 
 
 def read_last_run(pid: int | str, tid: int) -> tuple[float, int] | None:
-    """Return when a thread ran last, in seconds by the clock of its processor, and that processor.
-
-    None if the kernel does not say, as of a thread that it has moved to another processor and not run there yet.
-    """
+    """Return when a thread ran last, in seconds by the clock of its processor, and which that is; None if not known."""
     fields = _read(f"/proc/{pid}/task/{tid}/stat").rpartition(b")")[2].split()
     ran = re.search(rb"^se\.exec_start\s*:\s*([\d.]+)", _read(f"/proc/{pid}/task/{tid}/sched"), re.MULTILINE)
     return (float(ran[1]) / 1e3, int(fields[36])) if fields and ran and float(ran[1]) else None

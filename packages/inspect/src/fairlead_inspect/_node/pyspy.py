@@ -28,10 +28,7 @@ def find_pyspy() -> str:
 
 
 def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[str, Any]], str]:
-    """Return the threads of a process, with their frames and the objects that they wait for, and why there are none.
-
-    The id in an `ObjectRef` has an `offset`; `until` is the deadline, by `time.monotonic`.
-    """
+    """Return the threads of a process, with their frames and the objects that they wait for, and why there are none."""
     note, found = LATE if program else MISSING, None
     environ = {**os.environ, "RUST_BACKTRACE": "0", "RUST_LIB_BACKTRACE": "0"}  # whose last line would be the reason
     for _ in range(TRIES if program else 0):

@@ -33,10 +33,7 @@ def is_get(file: str, function: str) -> bool:
 
 
 def read_references(pid: int, frames: Sequence[Any], offset: int) -> tuple[list[tuple[str, bool, bool]], int]:
-    """Return the objects that a thread waits for, and how many items of its list could not be read.
-
-    Each is an id, whether any of them suffices, and whether the thread polls.
-    """
+    """Return the objects that a thread waits for (id, whether any suffices, whether it polls), and how many more."""
     for frame in frames[:4]:
         if not is_get(frame["filename"], frame["name"]):
             continue
@@ -55,12 +52,10 @@ def read_references(pid: int, frames: Sequence[Any], offset: int) -> tuple[list[
 
 
 def _read_list(pid: int, address: int, offset: int) -> tuple[list[str], int]:
-    """Return the ids in a list of `ObjectRef`, and how many items it has besides.
-
-    The layout is that of CPython's lists: the size at 16, the address of the items at 24.
-    """
+    """Return the ids in a list of `ObjectRef`, and how many items it has besides."""
     with open(f"/proc/{pid}/mem", "rb", 0) as file:
         memory = file.fileno()
+        # CPython's lists have their size at 16, and the address of their items at 24.
         size, items = struct.unpack("<qQ", os.pread(memory, 16, address + 16))
         if not 0 < size < 100_000_000:
             return [], 0

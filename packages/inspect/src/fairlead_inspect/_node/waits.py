@@ -9,6 +9,8 @@ import struct
 
 # What a thread that sleeps waits for, and one that waits for a person.
 SLEEP, INPUT = "time.sleep", "its standard input"
+# What an event loop waits for: with a timer, it wakes up by itself.
+EVENT, TIMER = "an event", "an event or a timer"
 # Code in which a process waits for one that it has started.
 WAITS_FOR_CHILD = re.compile(
     r"/multiprocessing/|/subprocess\.py\b|/torch/utils/data/|/concurrent/futures/process|/joblib/|/loky/|/gymnasium/vector/"
@@ -17,19 +19,16 @@ WAITS_FOR_CHILD = re.compile(
 _CALLS = {
     "x86_64": {35: "sleep", 230: "sleep", 0: "read", 45: "read", 47: "read", 1: "write", 43: "accept", 288: "accept",
                42: "connect", 7: "poll", 271: "poll", 23: "select", 270: "select", 73: "lock", 72: "lock", 61: "child",
-               247: "waitid"},
+               247: "waitid", 232: "events", 281: "events"},
     "aarch64": {101: "sleep", 115: "sleep", 63: "read", 207: "read", 212: "read", 64: "write", 202: "accept",
                 242: "accept", 203: "connect", 73: "poll", 72: "select", 32: "lock", 25: "lock", 260: "child",
-                95: "waitid"},
+                95: "waitid", 22: "events"},
 }  # fmt: skip
 MOST_SOCKETS = 65_536
 
 
 def read_kernel_wait(pid: int, tid: int) -> str:
-    """Return what a thread waits for, such as "time.sleep", "10.0.0.9:443" or "a pipe"; empty if that is not known.
-
-    It needs the right to trace the process, and a machine whose system calls are known here.
-    """
+    """Return what a thread waits for, such as "time.sleep", "10.0.0.9:443" or "a pipe"; empty if that is not known."""
     try:
         with open(f"/proc/{pid}/task/{tid}/syscall", encoding="ascii") as file:
             number, *arguments = file.read().split()
@@ -37,6 +36,10 @@ def read_kernel_wait(pid: int, tid: int) -> str:
         first = int(arguments[0], 16)
         if call == "sleep" or (call == "select" and not first):
             return SLEEP
+        if call == "events":
+            return (
+                EVENT if int(arguments[3], 16) & 0xFFFFFFFF == 0xFFFFFFFF else TIMER
+            )  # of -1 milliseconds, without end
         if call == "poll":
             if int(arguments[1], 16) != 1:
                 return ""

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One job of a snapshot while it is judged: its waits, its ages, its names, and findings about its processes."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from .._node.waits import INPUT, SLEEP, WAITS_FOR_CHILD
+from .._node.waits import EVENT, INPUT, SLEEP, WAITS_FOR_CHILD
 from ..model import Child, Confidence, Evidence, Finding, Frame, Kind, Named, Snapshot, Suspect, Waiting, WorkerSet
 from .libraries import PACKAGES, shows
-from .positions import OFTEN_PER_S, Position, find_own
+from .positions import LOOP, OFTEN_PER_S, Position, find_own
 from .waits import Graph, Wait
 
 RAN, CALLED, WAITED = "last run of its thread", "start of its call", "the first of those that wait"
@@ -53,17 +54,14 @@ class Case:
 
     def sleeps(self, key: str) -> bool:
         """Return whether a process sleeps, waits for a person, or has traffic where it stands: it waits on purpose."""
-        thread = self.at(key).thread
+        thread = None if self.at(key).paused else self.at(key).thread
         window_s = self.graph.processes[key].window_s if key in self.graph.processes else 1.0
         return thread is not None and (
             thread.waits_on in (SLEEP, INPUT) or (thread.switches or 0) > OFTEN_PER_S * window_s
         )
 
     def waited(self, wait: Wait) -> float | None:
-        """Return for how long all members have waited in a collective.
-
-        A rank that sleeps there says so itself. One that spins or wakes up has waited at most since its call began.
-        """
+        """Return for how long all members have waited in a collective: by their calls if none of them sleeps there."""
         at = {key: self.at(key) for key in wait.waiters}
         if any(place.motion not in ("still", "waking", "spinning") for place in at.values()):
             return None
@@ -92,6 +90,18 @@ class Case:
         times += [actor.created for actor in self.graph.actors.values()]
         times += [ended for key, ended in self.snapshot.finished.items() if key.endswith(self.graph.job.job_id)]
         return self.snapshot.looked_at - max(times, default=0.0)
+
+    def awaits(self, key: str) -> bool:
+        """Return whether the event loop of an actor rests for long without a timer: its coroutines do not sleep."""
+        threads = self.graph.processes[key].threads if key in self.graph.processes else ()
+        loops = [thread for thread in threads if thread.name.startswith(LOOP)]
+        rests = (loop.waits_on == EVENT and (loop.last_ran_s or 0.0) >= self.after_s for loop in loops)
+        return bool(loops) and all(rests)
+
+    def shows(self, key: str, pattern: re.Pattern[str]) -> bool:
+        """Return whether the thread of a process is in a function of a library, by its file and name."""
+        thread = self.at(key).thread
+        return thread is not None and shows(pattern, *thread.stack)
 
     def upstream(self, keys: Iterable[str]) -> set[str]:
         """Return all processes that wait for some, directly or not, without those themselves."""
@@ -123,6 +133,8 @@ class Case:
     def describe_place(self, key: str) -> str:
         """Return what a process waits for in the kernel, as a clause, with a child that may hold it up."""
         at = self.at(key)
+        if at.paused:
+            return ", it stands at a breakpoint, to which no debugger is attached"
         text = f", it waits for {at.thread.waits_on}" if at.thread is not None and at.thread.waits_on else ""
         text = text.replace("it waits for time.sleep", "it stands in time.sleep")
         if (held := self.holding_child(key)) is not None:
@@ -178,15 +190,9 @@ class Case:
         return self.say(kind, keys, text, wait, confidence="certain" if sure else "likely", **more)
 
     def say(
-        self,
-        kind: Kind,
-        keys: Sequence[str],
-        text: str,
-        wait: Wait | None,
-        *,
-        workers: WorkerSet | None = None,
-        **more: Any,
-    ) -> Finding:
+        self, kind: Kind, keys: Sequence[str], text: str, wait: Wait | None, *,
+        workers: WorkerSet | None = None, **more: Any,
+    ) -> Finding:  # fmt: skip
         """Return a finding about some processes; `more` are further fields of it."""
         graph, first = self.graph, keys[0] if keys else ""
         members = [pair for key in keys if (pair := graph.members.get(key))]

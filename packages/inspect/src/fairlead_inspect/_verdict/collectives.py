@@ -1,33 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which ranks have not begun a collective that others of their communicator wait in, by the numbers of collectives."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
-from ..model import Record, WorkerSet
-from .positions import Position
-from .waits import Graph
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """Members of a communicator whose collectives differ."""
-
-    behind: tuple[str, ...]  # who has not begun the collective; of different ones with one number, who is in the rarest
-    waiting: tuple[str, ...]  # who waits in it
-    text: str  # what those behind have not done
-    blames: bool  # whether it follows that the others wait for those behind
-    record: Record  # of a member that waits
-    since_s: float  # for how long they stand, at least
+from ..model import Evidence, Finding, Record, WorkerSet
+from .case import Case
+from .waits import Wait
 
 
-def find_mismatch(graph: Graph, workers: WorkerSet, after_s: float) -> Mismatch | None:
-    """Return the mismatch in a worker set whose members all stand in collectives or wait for a device, or None.
+def find_mismatches(case: Case, explained: Collection[str]) -> tuple[list[Finding], set[str]]:
+    """Name the ranks that are behind in worker sets whose members all stand in collectives or wait for a device.
 
-    A member is blamed only if it waits in no collective itself, so that a chain of communicators leads to its end. Half
-    of the members or more are not: one may have left a long computation early that the others are in.
+    One is blamed only if it waits in no collective itself, so that a chain of communicators leads to its end. Half
+    of the members or more are not: one may have left a long computation early that the others are in. Return also
+    the members of these sets.
     """
-    at = {member.key: graph.positions.get(member.key, Position("unread")) for member in workers.members}
+    found, explains = list[Finding](), set[str]()
+    for workers in case.graph.worker_sets:
+        members = {member.key for member in workers.members}
+        if members.isdisjoint(explained) and (finding := _find_mismatch(case, workers)) is not None:
+            found.append(finding)
+            explains |= members
+    return found, explains
+
+
+def _find_mismatch(case: Case, workers: WorkerSet) -> Finding | None:
+    at = {member.key: case.at(member.key) for member in workers.members}
     if (
         workers.missing
         or workers.disputed
@@ -36,43 +34,46 @@ def find_mismatch(graph: Graph, workers: WorkerSet, after_s: float) -> Mismatch 
         return None
     groups: dict[str, dict[str, Record]] = {}
     for key in at:
-        for record in graph.processes[key].records:
+        for record in case.graph.processes[key].records:
             # A record of a process that stood for long holds now if it is new, or its thread has not run since.
             rests = (at[key].since_s or 0.0) >= record.age_s and not at[key].busy_elsewhere
-            if record.stood_s >= after_s and (record.age_s <= after_s or rests):
+            if record.stood_s >= case.after_s and (record.age_s <= case.after_s or rests):
                 groups.setdefault(record.group, {})[key] = record
     # Who stands in code for collectives without an open one waits for something that is not recorded.
     busy = {key for key, place in at.items() if place.kind == "collective"}
     for records in groups.values():
         busy |= {key for key, record in records.items() if record.sends or record.begun > record.done}
-    found = [_compare(group, busy) for group in groups.values() if len(group) == next(iter(group.values())).size]
-    return max(filter(None, found), key=lambda odd: (odd.blames, len(odd.waiting)), default=None)
+    compared = [
+        _compare(case, workers, group, busy)
+        for group in groups.values()
+        if len(group) == next(iter(group.values())).size
+    ]
+    return max(filter(None, compared), key=lambda odd: (odd.blames, odd.waiting.count), default=None)
 
 
-def _compare(records: Mapping[str, Record], busy: set[str]) -> Mismatch | None:
+def _compare(case: Case, workers: WorkerSet, records: Mapping[str, Record], busy: set[str]) -> Finding | None:
     """Return the mismatch on one communicator, of which all records are known."""
     number = min(record.done for record in records.values()) + 1
-    behind = tuple(key for key, record in records.items() if record.begun < number)
-    waiting = tuple(key for key, record in records.items() if record.begun >= number > record.done)
-    first = next((records[key] for key in waiting), None)
-    if first is None:
+    behind = [key for key, record in records.items() if record.begun < number]
+    waiting = [key for key, record in records.items() if record.begun >= number > record.done]
+    if not waiting:
         return None
-    since_s = min(record.stood_s + record.age_s for record in records.values())
-    if not behind:
-        return _compare_operations(records, first, since_s)
-    ends = tuple(key for key in behind if key not in busy)
+    first = records[waiting[0]]
+    ends = [key for key in behind if key not in busy]
     operation = first.operation if first.begun == number else "collective"
     text = f"has not begun {operation} {number} on communicator {first.group[:40]!r}, in which others wait"
-    return Mismatch(ends or behind, waiting, text, 0 < 2 * len(ends) < len(records), first, since_s)
-
-
-def _compare_operations(records: Mapping[str, Record], first: Record, since_s: float) -> Mismatch | None:
-    """Return the mismatch of members that have all begun the same number, of which none is the right one."""
-    classes: dict[str, list[str]] = {}
-    for key, record in records.items():
-        classes.setdefault(record.operation, []).append(key)
-    if len(classes) == 1 or len({record.begun for record in records.values()}) > 1:
-        return None
-    (rare, keys), *_, (common, waiting) = sorted(classes.items(), key=lambda pair: (len(pair[1]), pair[0]))
-    text = f"is in {rare} as number {first.begun} on communicator {first.group[:40]!r}, and others are in {common}"
-    return Mismatch(tuple(keys), tuple(waiting), text, False, first, since_s)
+    if not behind:
+        # Of different operations with one number, none is the right one; the rarest is named.
+        classes: dict[str, list[str]] = {}
+        for key, record in records.items():
+            classes.setdefault(record.operation, []).append(key)
+        if len(classes) == 1 or len({record.begun for record in records.values()}) > 1:
+            return None
+        (rare, behind), *_, (common, waiting) = sorted(classes.items(), key=lambda pair: (len(pair[1]), pair[0]))
+        text = f"is in {rare} as number {first.begun} on communicator {first.group[:40]!r}, and others are in {common}"
+    named = ends or behind
+    fact = Evidence(first.source, f"{len(waiting)} of {first.size} members wait, {len(named)} differ", first.age_s)
+    since_s = min(record.stood_s + record.age_s for record in records.values())
+    wait = Wait("collective", tuple(waiting), tuple(named), workers=workers)
+    blames = 0 < 2 * len(ends) < len(records)
+    return case.blame("mismatch", named, text, wait, (since_s, first.source), fact, blames=blames)

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..model import Actor, Call, Confidence, Evidence, Finding, Kind, Reservation
-from .case import RAN, Case
+from .case import CALLED, RAN, Case
+from .libraries import BOOST, REPORT
 from .waits import LACKS_ARGUMENTS, Wait, is_promise
 
 # Ray tells the callers of an actor of its death within this time.
@@ -13,6 +14,7 @@ NOTICED_S = 5.0
 _PENDING = ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 # Those in other states wait for objects, or have just died.
 _REQUESTING = ("PENDING_CREATION", "PENDING_NODE_ASSIGNMENT")
+_DEVICES = ("GPU", "TPU", "HPU", "NPU", "neuron_cores")
 _PLACEMENT = "/ray/util/placement_group.py"
 # Ray's reasons why a placement group is not placed.
 _REASONS = {
@@ -23,7 +25,14 @@ _NODES = "`python -m fairlead_placement nodes` shows what each node has, and who
 _STATUS = "`ray status` shows what is free and what is requested"
 
 
-def find_dead(case: Case) -> list[Finding]:
+def find_faults(case: Case) -> tuple[list[Finding], set[str]]:
+    """Return what is wrong with processes, whatever waits for them, and who waits for placement groups."""
+    reservations, held_up = _find_reservations(case)
+    rules = (_find_dead, _find_stopped, _find_nodes, _find_pending, _find_deadlocks, _find_left_in_collective)
+    return [*reservations, *(finding for rule in rules for finding in rule(case))], held_up
+
+
+def _find_dead(case: Case) -> list[Finding]:
     """Name the dead actors that others wait for."""
     found, now = list[Finding](), case.snapshot.looked_at
     for wait, key in ((one, target) for one in case.graph.waits for target in one.targets):
@@ -56,10 +65,7 @@ def _blame_dead(
 
 
 def _find_dead_peers(case: Case) -> list[Finding]:
-    """Name an actor that was killed while its peers work together by other means, such as an actor that they await.
-
-    All peers that are left must have stood since then in a call.
-    """
+    """Name an actor that was killed and whose peers, which may meet in an actor that they await, stand since then."""
     found = list[Finding]()
     for actor in case.graph.actors.values():
         if actor.death is None or actor.death.intended or _is_replaced(case, actor, actor.death.at):
@@ -85,7 +91,7 @@ def _is_replaced(case: Case, lost: Actor, moment: float) -> bool:
     return any(actor.created > moment for actor in _find_alike(case, lost))
 
 
-def find_stopped(case: Case) -> list[Finding]:
+def _find_stopped(case: Case) -> list[Finding]:
     """Name the processes that a signal has stopped, and those with such a child."""
     found, graph = list[Finding](), case.graph
     for key, process in graph.processes.items():
@@ -113,7 +119,7 @@ def find_stopped(case: Case) -> list[Finding]:
     return found
 
 
-def find_nodes(case: Case) -> list[Finding]:
+def _find_nodes(case: Case) -> list[Finding]:
     """Name the nodes that are lost or silent and hold processes of the job."""
     found, graph = list[Finding](), case.graph
     for node in case.snapshot.nodes:
@@ -131,7 +137,7 @@ def find_nodes(case: Case) -> list[Finding]:
     return found
 
 
-def find_pending(case: Case) -> list[Finding]:
+def _find_pending(case: Case) -> list[Finding]:
     """Name the actors and tasks that have not started and that others wait for, and the ranks that do not join."""
     found, launches = list[Finding](), case.snapshot.launches
     for wait in case.graph.waits:
@@ -204,7 +210,7 @@ def _describe_request(case: Case, resources: Mapping[str, float]) -> str:
     return text + (f" of placement group {min(ids)[:8]}" if ids else "")
 
 
-def find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
+def _find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
     """Name the placement groups that are not placed and that processes wait for; return also who waits."""
     groups = [group for group in case.snapshot.reservations if group.job_id == case.graph.job.job_id]
     sure: dict[str, bool] = {}
@@ -235,7 +241,7 @@ def find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
     return found, held_up
 
 
-def find_deadlocks(case: Case) -> list[Finding]:
+def _find_deadlocks(case: Case) -> list[Finding]:
     """Name a cycle of processes that wait for each other."""
     graph = case.graph
     sure = graph.find_cycle(certain=True)
@@ -246,23 +252,64 @@ def find_deadlocks(case: Case) -> list[Finding]:
     names = " -> ".join(case.name(key) for key in (*keys, keys[0]))
     waits = [wait for wait in graph.waits if {*wait.waiters} & {*keys} and {*wait.targets} & {*keys}]
     if awaited:
-        # Coroutines: their calls have run for long, and nothing of the job moves.
+        # Coroutines: their calls have run for long, and nothing of the job moves, or will by itself.
         long = all((case.call_age(key) or 0.0) >= case.after_s and case.at(key).kind == "opaque" for key in awaited)
+        long &= all(case.awaits(key) or case.at(key).thread is not None for key in awaited)
         text, fact = "run calls that have called each other, and none of them moves", Evidence("task events", names)
         finding = case.blame("deadlock", awaited, f"{text}: {names}", waits[0], (None, ""), fact)
         return [finding] if len(awaited) > 1 and long and not case.moving() else []
-    still = bool(sure) and all(case.at(key).motion in ("still", "waking") for key in cycle if key in graph.positions)
-    if met := [wait for wait in waits if wait.kind == "collective"]:
-        # Some of the set may be in a collective of their own, which those outside of the cycle may end.
-        still &= not any(case.at(key).moves for key in graph.sinks(cycle))
-        still &= all((case.waited(wait) or 0.0) >= case.after_s for wait in met)
+    places = [case.at(key) for key in cycle if key in graph.positions]
+    met = [case.waited(wait) for wait in waits if wait.kind == "collective"]
+    # Some of the set may be in a collective of their own, which those outside of the cycle may end.
+    moves = bool(met) and any(case.at(key).moves for key in graph.sinks(cycle))
+    still = bool(sure) and not moves and all((age or 0.0) >= case.after_s for age in met)
+    still &= all(at.motion in ("still", "waking", *["spinning"] * (at.kind == "collective")) for at in places)
+    moves |= any(age is not None and age < case.after_s for age in met)
     text = f"wait for each other: {names}"
     if len(cycle) == 1:
         text = "waits for a call of itself, which cannot begin before this one is over"
     finding = case.blame(
         "deadlock", cycle, text, waits[0], (None, ""), Evidence("references in memory", names), sure=still
     )
-    return [finding if still else replace(finding, blames=False, confidence="guess", moves=bool(met))]
+    return [finding if still else replace(finding, blames=False, confidence="guess", moves=moves)]
+
+
+def _find_left_in_collective(case: Case) -> list[Finding]:
+    """Name ranks of Ray Train that wait for each other: all but one in `report`, and that one in a collective."""
+    found, graph = list[Finding](), case.graph
+    for key in graph.infrastructure:
+        waits = [wait for wait in graph.waits if key in wait.targets and wait.kind == "get"]
+        inside = [rank for wait in waits for rank in wait.waiters if case.shows(rank, REPORT)]
+        alike = [(rank, actor) for rank, actor in graph.actors.items() if actor.owner == graph.actors[key].owner]
+        ranks = [rank for rank, actor in alike if actor.class_name == "RayTrainWorker" and actor.state != "DEAD"]
+        left = [rank for rank in ranks if rank not in inside]
+        age = min([case.call_age(key) or 0.0, *(case.age(rank)[0] or float("inf") for rank in left)])
+        # The collective may be one with others of the job, such as engines that receive weights.
+        apart = graph.positions.keys() - {*ranks, graph.driver, *graph.infrastructure}
+        if not inside or len(left) != 1 or any(case.at(other).kind != "idle" for other in apart):
+            continue
+        if age < case.after_s or not _is_in_collective(case, left[0]):
+            continue
+        # The fewer first; with two ranks the one that the collective lacks.
+        keys = [*left, *inside] if len(inside) > 1 else [*inside, *left]
+        place, others = case.at(left[0]).inner, f" and {len(inside) - 1} more" if len(inside) > 1 else ""
+        text = (
+            f"wait for each other: {case.name(inside[0])}{others} in ray.train.report, which needs all ranks, and "
+            f"{case.name(left[0])} in {place.function if place else 'a collective'}, which needs one of the others"
+        )
+        fact = Evidence("task events", f"report waits for {case.name(left[0])}", age)
+        found.append(case.blame("deadlock", keys, text, waits[0], (age, CALLED), fact))
+    return found
+
+
+def _is_in_collective(case: Case, key: str) -> bool:
+    """Return whether a rank waits for others in a collective, or in code that reduces, without a device or CPU time."""
+    at, actor = case.at(key), case.graph.actors[key]
+    if not at.stands or case.shows(key, REPORT):
+        return False
+    held = next((node.resources for node in case.snapshot.nodes if node.node_id == actor.node_id), {})
+    reduces = at.kind == "device" and at.motion == "still" and (at.backward or case.shows(key, BOOST))
+    return at.kind == "collective" or (reduces and bool(held) and held.keys().isdisjoint(_DEVICES))
 
 
 def _describe_reason(group: Reservation) -> str:

@@ -12,13 +12,14 @@ PACKAGES = re.compile(r"/(?:site|dist)-packages/")
 _STANDARD = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<frozen|/python3\d+\.zip/")
 RAY = re.compile(r"-packages/ray/|(?:^|/)ray/_raylet")
 
+# `ray.train.report` waits for all ranks.
+REPORT = re.compile(r"-packages/ray/train/v2/.* \S*(?:_sync_checkpoint_dir_name|broadcast_from_rank_zero|barrier)")
 # Calls in which a rank waits for the other ones. `torch/distributed` is also checkpoints, DTensor and RPC: code.
 COLLECTIVE = re.compile(
     r"-packages/(?:torch/distributed/(?:distributed_c10d|rendezvous|_functional_collectives|nn/functional)\.py"
     r"|ray/util/collective/|ray/train/(?:v2/)?collective/|mpi4py/|jax/_src/(?:distributed|multihost)"
     r"|jax/experimental/multihost_utils|deepspeed/comm/|horovod/)"
-    # `ray.train.report` is one too.
-    r"|-packages/ray/train/v2/.* \S*(?:_sync_checkpoint_dir_name|broadcast_from_rank_zero|barrier)"
+    rf"|{REPORT.pattern}"
 )
 RENDEZVOUS = re.compile(r"/torch/distributed/.*(?:rendezvous|init_process_group|_store_based_barrier)|init_collective")
 # Native code of these waits for devices and for other ranks without a frame of its own.
@@ -28,8 +29,13 @@ DEVICE = re.compile(
 )
 # DDP and FSDP reduce gradients inside of it.
 BACKWARD = re.compile(r"[ .]_engine_run_backward$")
+# Libraries for trees do so with histograms.
+BOOST = re.compile(r"-packages/(?:xgboost|lightgbm)/.* Booster\.update$")
 # Where actors of a compiled graph wait for each other.
 CHANNEL = re.compile(r"-packages/ray/(?:experimental/channel/|dag/)")
+
+# Where a breakpoint waits until somebody attaches a debugger: Ray's own, and debugpy.
+BREAKPOINT = re.compile(r"-packages/(?:ray/util/rpdb\.py \S*listen|debugpy/.* wait_for_client)$")
 
 # A coroutine that awaits something has no stack, and a server waits for somebody that nothing here can see.
 _SERVER = re.compile(

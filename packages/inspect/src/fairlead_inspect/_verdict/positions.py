@@ -27,6 +27,8 @@ PositionKind = Literal[
     "collective", "device", "channel", "ray-get", "library", "user", "idle", "opaque", "unread"
 ]  # fmt: skip
 Motion = Literal["still", "waking", "spinning", "moving", "stopped", "disk", "unknown"]
+# The name of a thread on which an actor runs coroutines begins with this.
+LOOP = "AsyncIO Thread"
 # Kinds of threads that wait for other processes.
 _WAITS = ("collective", "ray-get", "channel")
 # Where a process with one of these motions stands, it stood in both snapshots.
@@ -44,6 +46,7 @@ class Position:
     thread: Thread | None = None  # the thread that runs the task
     since_s: float | None = None  # seconds since that thread ran last; None if unknown
     rendezvous: bool = False  # whether it waits for the others of its worker set to join
+    paused: bool = False  # whether it is at a breakpoint, to which no debugger is attached
     backward: bool = False  # whether it computes gradients, which distributed models reduce there
     busy_elsewhere: bool = False  # whether other threads or children use the CPU or the disk
     mixed: bool = False  # whether other threads wait or run calls too, so that this may not be what it waits in
@@ -98,7 +101,7 @@ def _without_task(process: Process, others: Iterable[Position], *, driver: bool)
     """Return "opaque" for a process without a thread that runs a call, if something else of it may run one."""
     # A method without Python frames runs in a coroutine, or Ray runs a generator, or a thread of the job does it.
     runs = "." in process.title.partition("::")[2] or (driver and not process.threads)
-    serves = any(thread.name.startswith("AsyncIO Thread") for thread in process.threads)
+    serves = any(thread.name.startswith(LOOP) for thread in process.threads)
     works = any(map(_is_of_job, others))
     return "opaque" if runs or serves or works else "idle"
 
@@ -134,12 +137,15 @@ def _read(stack: Stack, waits_inside: bool) -> Position:
     """Return what a stack says; most threads of a job stand at few places."""
     inside = tuple(takewhile(lambda frame: not libraries.is_own(frame), stack))
     kind: PositionKind = "user"
+    paused = libraries.shows(libraries.BREAKPOINT, *stack)
     if libraries.shows(libraries.COLLECTIVE, *inside):
         kind = "collective"
     elif any(is_get(frame.file, frame.function) for frame in inside):
         kind = "ray-get"
     elif libraries.shows(libraries.CHANNEL, *inside):
         kind = "channel"
+    elif paused:
+        kind = "user"
     elif any(map(libraries.is_server, stack[: len(inside) + 1])):
         kind = "opaque"
     elif waits_inside or libraries.shows(libraries.DEVICE, *stack[:1]):
@@ -148,7 +154,7 @@ def _read(stack: Stack, waits_inside: bool) -> Position:
         kind = "library"
     rendezvous, backward = libraries.shows(libraries.RENDEZVOUS, *inside), libraries.shows(libraries.BACKWARD, *inside)
     inner = stack[0] if stack else None
-    return Position(kind, where=normalise(stack), inner=inner, rendezvous=rendezvous, backward=backward)
+    return Position(kind, where=normalise(stack), inner=inner, rendezvous=rendezvous, paused=paused, backward=backward)
 
 
 def _runs_task(thread: Thread, main: bool) -> bool:
@@ -158,7 +164,7 @@ def _runs_task(thread: Thread, main: bool) -> bool:
     if libraries.shows(libraries.USER_THREADS, *thread.stack):
         return True
     # A plain task, and a method that blocks the loop of an async actor.
-    loops = "main_loop" in names or thread.name.startswith("AsyncIO Thread")
+    loops = "main_loop" in names or thread.name.startswith(LOOP)
     return loops and any(libraries.is_own(frame) for frame in thread.stack)
 
 

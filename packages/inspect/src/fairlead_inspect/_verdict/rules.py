@@ -7,10 +7,10 @@ from typing import Any
 
 from .._worker_sets import find_worker_sets
 from ..model import Evidence, Finding, Kind, Snapshot
+from . import faults
 from .case import CALLED, RAN, WAITED, Case
-from .collectives import find_mismatch
-from .faults import find_dead, find_deadlocks, find_nodes, find_pending, find_reservations, find_stopped, unique
-from .positions import STANDS, Position
+from .collectives import find_mismatches
+from .positions import STANDS, WAKING_TICKS, Position, find_own
 from .waits import Wait, make_graph
 
 # A rank may wait so long for a file or a server and be well.
@@ -112,11 +112,7 @@ _TABLE = (
 
 
 def _judge(case: Case) -> list[Finding]:
-    reservations, held_up = find_reservations(case)
-    found = [
-        *find_dead(case), *find_stopped(case), *find_nodes(case), *find_pending(case), *reservations,
-        *find_deadlocks(case),
-    ]  # fmt: skip
+    found, held_up = faults.find_faults(case)
     # Who waits for one of these is explained.
     explained = held_up | {actor.id for finding in found for actor in finding.actors if finding.blames}
     tasks = {(finding.task, finding.node, finding.pid) for finding in found if finding.blames and finding.task}
@@ -124,15 +120,8 @@ def _judge(case: Case) -> list[Finding]:
     explained |= {key for key, name in keys.items() if (name, *case.find_process(key)) in tasks}
     if any(finding.kind == "stopped" and not (finding.actors or finding.task) for finding in found):
         explained.add(case.graph.driver)
-    for workers in case.graph.worker_sets:
-        members = {member.key for member in workers.members}
-        odd = None if members & explained else find_mismatch(case.graph, workers, case.after_s)
-        if odd is not None:
-            facts = f"{len(odd.waiting)} of {odd.record.size} members wait, {len(odd.behind)} differ"
-            fact, since = Evidence(odd.record.source, facts, odd.record.age_s), (odd.since_s, odd.record.source)
-            wait = Wait("collective", odd.waiting, odd.behind, workers=workers)
-            found.append(case.blame("mismatch", odd.behind, odd.text, wait, since, fact, blames=odd.blames))
-            explained |= members
+    mismatches, members = find_mismatches(case, explained)
+    found, explained = [*found, *mismatches], explained | members
     ends, suspects = _find_ends(case, explained)
     blamed = {actor.id for end in ends if end.blames for actor in end.actors}
     # A finding that blames no process, and speaks of those that another one blames, says nothing more.
@@ -163,7 +152,7 @@ def _find_ends(case: Case, explained: Collection[str]) -> tuple[list[Finding], d
         inside = wait.kind == "collective" and not wait.targets
         end = _all_inside(case, wait) if inside else _end_of(case, wait, suspects)
         found += [end] if end is not None else []
-    return unique(found), suspects
+    return faults.unique(found), suspects
 
 
 def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
@@ -209,7 +198,9 @@ def _find_doubt(case: Case, moving: Sequence[str], wait: Wait) -> str | None:
         return None
     if at.motion in STANDS:
         long = (case.age(key)[0] or 0.0) >= case.after_s
-        return "does not move, while another thread or a child process of it works" if long else None
+        child = max(case.graph.processes[key].children, key=lambda child: child.ticks, default=None)
+        works = f"its child process {child.pid}" if child is not None and child.ticks else "another thread of it"
+        return f"does not move, while {works} works" if long else None
     long = (case.call_age(key) or 0.0) >= case.after_s
     return "computes in one function since its call began: endless or slow" if at.loops and long else None
 
@@ -300,23 +291,31 @@ def _all_inside(case: Case, wait: Wait) -> Finding | None:
 def _standing(case: Case) -> list[str]:
     """Return the processes that have a reason to move, and have not for as long as it takes to be late.
 
-    They run a call, or code of the job on a thread of a library, and do not wait for anything that is known.
+    They run a call, or code of the job on a thread of a library, and do not wait for anything that is known. If
+    somebody may wait for their call, it is enough that they were not seen to move.
     """
     graph, found = case.graph, list[str]()
     waits = {key for wait in graph.waits if wait.kind != "calls" for key in wait.waiters}
     targets = {key for wait in graph.waits for key in wait.targets}
-    for key, at in graph.positions.items():
-        excluded = key in waits or key in graph.infrastructure or at.motion == "stopped"
-        if excluded or at.kind in ("idle", "unread", "channel"):
+    asleep = case.sleeps(graph.driver)
+    awaited = [wait for wait in graph.waits if wait.kind == "calls" and not (asleep and graph.driver in wait.waiters)]
+    called = {key for wait in awaited for key in wait.targets}
+    for key in [*graph.positions, *sorted(called - graph.positions.keys())]:
+        at, call = case.at(key), case.call_age(key)
+        if key in waits or key in graph.infrastructure or at.motion == "stopped":
             continue
-        call = case.call_age(key)
-        age = call if at.motion in ("spinning", "unknown") else case.age(key)[0]
+        if key not in called and at.kind in ("idle", "unread", "channel"):
+            continue
         if at.kind == "opaque" and (call is None or key not in targets):
             continue
-        if key == graph.driver and (case.sleeps(key) or at.kind == "opaque" or key in graph.waiters):
+        if key == graph.driver and (asleep or at.kind == "opaque" or key in graph.waiters):
             continue
-        stands = at.stands or (at.kind == "opaque" and not at.moves)
-        if stands and (age or 0.0) >= case.after_s:
+        age = case.age(key)[0]
+        age = call if age is None else age
+        if key in called:
+            stands = not at.moves and not (at.kind == "unread" and key in graph.processes)
+            found += [key] if stands and (age is None or age >= case.after_s) else []
+        elif (at.stands or (at.kind == "opaque" and not at.moves)) and (age or 0.0) >= case.after_s:
             found.append(key)
     return found
 
@@ -336,7 +335,7 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
     # Others may wait inside of a library, or in a coroutine, for the one in code of the job.
     users = [key for key in standing if case.at(key).kind == "user"]
     chosen = users or standing or _find_callers(case)
-    if not users and standing and not _is_awaited(case, standing):
+    if not users and standing and not (len(standing) == 1 and _is_all_awaited(case, standing[0])):
         return None
     alike = {(case.at(key).where, (graph.members.get(key) or (key,))[0]) for key in chosen}
     waits = [wait for wait in graph.waits if {*chosen} & graph.reach(wait.waiters) - {*wait.waiters}]
@@ -348,19 +347,27 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
     return replace(_blame(case, row, chosen, end, wait), confidence="likely") if row.blames else None
 
 
-def _is_awaited(case: Case, keys: Sequence[str]) -> bool:
-    """Return whether a coroutine is the only call that a process awaits whose own waits cannot be read."""
-    key = keys[0]
-    awaited = any(wait.kind == "calls" and key in wait.targets for wait in case.graph.waits)
-    calls = [call for call in case.graph.tasks.values() if call.state == "RUNNING" and case.graph.key_of(call) == key]
-    alone = len(keys) == 1 and awaited and len(calls) == 1 and not case.graph.next.get(key)
-    return alone and case.at(key).kind == "opaque" and case.at(key).thread is None
+def _is_all_awaited(case: Case, key: str) -> bool:
+    """Return whether all that is not idle waits for the coroutines of an actor, and nothing in it will wake them up."""
+    graph, process, at = case.graph, case.graph.processes.get(key), case.at(key)
+    if process is None or at.kind != "opaque" or at.thread is not None or graph.next.get(key):
+        return False
+    works = process.ticks > WAKING_TICKS or any(child.ticks for child in process.children)
+    if works or not case.awaits(key) or any(find_own(thread.stack) for thread in process.threads):
+        return False
+    waiters = {waiter for wait in graph.waits if wait.kind != "calls" for waiter in wait.waiters}
+    others = {other: case.at(other) for other in graph.positions if other != key and other not in graph.infrastructure}
+    # Who stands in code of the job may be about to wake it up. An event loop without a call is idle.
+    wait = [other in waiters or place.kind != "user" for other, place in others.items()]
+    busy = [other for other, place in others.items() if place.thread is not None or other in graph.began]
+    wait += [key in graph.reach([other]) for other in busy]
+    return len(case.snapshot.jobs) == 1 and all(wait)  # another job may know the actor
 
 
 # What is said of the only process that stands, before the rows for the ends of waits that are certain.
 _ONLY = (
     _Row("late", lambda end: end.at.kind == "opaque",
-         "runs a call in a coroutine, which shows no position, and does not move", blames=True),
+         "runs calls in coroutines, which show no position, and its event loop rests without a timer", blames=True),
     _Row("late", lambda end: end.at.kind == "ray-get",
          "waits for a queue or a barrier of Ray, for which nobody else does anything", blames=True),
 )  # fmt: skip

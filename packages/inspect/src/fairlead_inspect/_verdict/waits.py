@@ -27,10 +27,8 @@ LACKS_ARGUMENTS = "PENDING_ARGS_AVAIL"
 
 
 def is_promise(object_id: str) -> bool:
-    """Return whether no task makes an object: one of `ray.put`, or of `PlacementGroup.ready`, for which one may wait.
-
-    The last four bytes of an object's id count the objects of a task, results first (Ray's `kMaxTaskReturns`).
-    """
+    """Return whether no task makes an object: one of `ray.put`, or of `PlacementGroup.ready`, for which one waits."""
+    # The last four bytes of an object's id count the objects of a task, results first (Ray's `kMaxTaskReturns`).
     return int.from_bytes(bytes.fromhex(object_id[48:56]), "little") > _MOST_RESULTS
 
 
@@ -255,25 +253,19 @@ def _find_gets(graph: Graph, key: str, finished: Container[str]) -> list[Wait]:
 
 
 def _find_arguments(graph: Graph) -> list[Wait]:
-    """Return the waits of calls whose arguments are not there: for the open calls of the task that submitted them.
-
-    Ray does not tell which of these make the arguments, so that it is certain only if there is one.
-    """
+    """Return the waits of calls whose arguments are not there: for the open calls of the task that submitted them."""
     waits = []
     for call in graph.tasks.values():
         if call.state == LACKS_ARGUMENTS:
             others = (task for task in graph.tasks.values() if task.state != LACKS_ARGUMENTS)
             targets = tuple(dict.fromkeys(graph.key_of(other) for other in others if other.parent == call.parent))
-            if targets:
+            if targets:  # Ray does not tell which of several makes the arguments
                 waits.append(Wait("args", (f"task:{call.task_id}",), targets, len(targets) == 1))
     return waits
 
 
 def _find_calls(graph: Graph, read: Container[str]) -> list[Wait]:
-    """Return what processes may wait for whose waits cannot be read: the calls that they have made.
-
-    A controller of Ray Train makes no call that lasts, so that it may wait for the actors that it has created.
-    """
+    """Return what processes may wait for whose waits cannot be read: the calls that they have made."""
     owners = {actor.worker_id: key for key, actor in graph.actors.items() if actor.worker_id}
     owners[graph.job.worker_id] = graph.driver
     called: dict[str, dict[str, None]] = {}
@@ -283,6 +275,7 @@ def _find_calls(graph: Graph, read: Container[str]) -> list[Wait]:
             # The driver, if the thread that has submitted it is not known to Ray.
             submitter = graph.key_of(parent) if parent else actor_id if actor_id in graph.actors else graph.driver
             called.setdefault(submitter, {})[graph.key_of(call)] = None
+    # A controller of Ray Train makes no call that lasts, so that it may wait for the actors that it has created.
     for key, actor in graph.actors.items():
         busy = key in graph.positions and graph.positions[key].kind in _BUSY
         if busy and key not in graph.infrastructure and actor.owner in owners:
