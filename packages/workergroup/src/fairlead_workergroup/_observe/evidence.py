@@ -21,7 +21,7 @@ from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
 from ..exceptions import FailureKind
 from .head import dead_actors
-from .memory import MemoryLimit
+from .memory import find_killed
 from .query import ask_nodes
 
 _LOST = (
@@ -46,6 +46,8 @@ _SILENT = (ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
 LOOK_S = 5.0
 # While an error is made, nodes may take this long to say which processes have ended.
 ENDED_S = 1.0
+# A node that has no free CPU needs half a second to start what reads a verdict.
+VERDICT_S = 3.0
 # How soon a process that has refused a request is looked at again.
 REFUSED_EVERY_S = 0.1
 NO_CAUSE = "Ray reports that it is dead, and has not reported the cause in time"
@@ -176,10 +178,8 @@ def check_head(verdicts: Iterable[Verdict], *, since: float) -> None:
 class RayWitnesses:
     """The sources that the judge of a group asks."""
 
-    def __init__(
-        self, find_handle: Callable[[WorkerProcess], Any | None], memory_limit: MemoryLimit | None = None
-    ) -> None:
-        """Take what returns the handle of a process, or None if there is none to ask."""
+    def __init__(self, find_handle: Callable[[WorkerProcess], Any | None], *, memory_limit: bool = False) -> None:
+        """Take what returns the handle of a process, or None if there is none to ask, and whether memory is limited."""
         self._find_handle = find_handle
         self._memory_limit = memory_limit
 
@@ -213,5 +213,5 @@ class RayWitnesses:
         return find_evidence({one: error for one, (_, error) in answers.items() if error is not None})
 
     def guard(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
-        """Read which processes the memory guards of the nodes have ended."""
-        return {} if self._memory_limit is None else self._memory_limit.find_killed(workers, within_s)
+        """Read which workers their reapers have ended for their memory, on their nodes."""
+        return find_killed(workers, max(within_s, VERDICT_S)) if self._memory_limit else {}

@@ -24,7 +24,7 @@ from .describe import load
 from .devices import show_devices
 from .process import mark_tree, start_tick
 from .progress import OverlappingRecord, Record
-from .reaper import start_reaper
+from .reaper import start_reaper, verdict_of
 from .references import dump, has_references
 from .stacks import write_stacks_on_signal
 
@@ -88,7 +88,9 @@ class WorkerHost:
         add_to_path(facts["path"])
         if "tree" in facts:
             self._fairlead_page = mark_tree(facts["tree"])
-            start_reaper(facts["tree"])
+            limit = facts.pop("memory_limit")
+            verdict = verdict_of(ray.get_runtime_context().get_actor_id()) if limit else ""
+            start_reaper(facts["tree"], limit, verdict)
         self._fairlead_record = self._fairlead_record_class(self._fairlead_methods, write_stacks_on_signal())
         self._fairlead_key = self._fairlead_record.begin(0)
         published = types.ModuleType("_fairlead_worker")
