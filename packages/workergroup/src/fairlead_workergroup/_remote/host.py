@@ -110,16 +110,14 @@ class WorkerHost:
     def _fairlead_begin(self, how: Mapping[str, Any], flat: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a method of this host, or a function in its place, as `how` describes; return its result as it is.
 
-        It has the name of the `method`. If it has an `epoch`, a worker in another one refuses the request; `needs` are
-        the conditions of `Need`; `plan` is that of `_regroup`; with `function`, the first value is a pickled function.
+        It has the name of the `method`. If it has an `epoch`, a worker in another one refuses the request; `plan` is
+        that of `_regroup`; with `function`, the first value is a pickled function.
         """
         method, epoch = how["method"], how.get("epoch")
         if epoch is not None and epoch != (own := sys.modules["_fairlead_worker"].facts["epoch"]):
             refusal = RayError(f"{method!r} was planned for epoch {epoch}, and this worker is in epoch {own}.")
             refusal.fairlead_epochs = epoch, own
             raise refusal
-        for pickled, values in how.get("needs", ()):
-            ray.cloudpickle.loads(pickled)(*values)
         if "plan" in how:
             flat, kwargs = _regroup(how["plan"], flat)
         return (
