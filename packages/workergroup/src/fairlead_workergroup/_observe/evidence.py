@@ -46,8 +46,6 @@ _SILENT = (ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
 LOOK_S = 5.0
 # While an error is made, nodes may take this long to say which processes have ended.
 ENDED_S = 1.0
-# A node that has no free CPU needs half a second to start what reads a verdict.
-VERDICT_S = 3.0
 # How soon a process that has refused a request is looked at again.
 REFUSED_EVERY_S = 0.1
 NO_CAUSE = "Ray reports that it is dead, and has not reported the cause in time"
@@ -214,4 +212,5 @@ class RayWitnesses:
 
     def guard(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
         """Read which workers their reapers have ended for their memory, on their nodes."""
-        return find_killed(workers, max(within_s, VERDICT_S)) if self._memory_limit else {}
+        causes = find_killed(workers, within_s) if self._memory_limit else {}
+        return {one: [Evidence("memory-guard", "gone", "out-of-memory", cause)] for one, cause in causes.items()}

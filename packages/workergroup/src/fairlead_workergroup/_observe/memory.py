@@ -4,11 +4,13 @@
 import re
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Protocol, TypeVar
 
-from .._membership.judge import Evidence
-from .._membership.model import WorkerProcess
 from .._remote.reaper import read_verdicts
-from .query import ask_nodes
+from .query import OnNode, ask_nodes
+
+# A node that has no free CPU needs half a second to start what reads a verdict.
+VERDICT_S = 3.0
 
 UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}}
 UNITS |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
@@ -34,13 +36,23 @@ def parse_memory(size: int | str) -> int:
     return size
 
 
-def find_killed(workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
-    """Return the evidence, with both numbers, about the workers that their reapers have ended for their memory."""
+class Guarded(OnNode, Protocol):
+    """A worker that has started, or is about to."""
+
+    @property
+    def actor_id(self) -> str: ...
+
+
+_Worker = TypeVar("_Worker", bound=Guarded)
+
+
+def find_killed(workers: Sequence[_Worker], within_s: float) -> dict[_Worker, str]:
+    """Return the cause, with both numbers, of the ends of those workers that had passed their limit."""
+    within_s = max(within_s, VERDICT_S)
     verdicts = ask_nodes(workers, read_verdicts, what=attrgetter("actor_id"), within_s=within_s, asks_head=False)
-    causes = {
+    return {
         worker: f"its process and its descendants held {verdict[0]:,} bytes of memory, over its memory_limit of "
         f"{verdict[1]:,} bytes"
         for worker, verdict in zip(workers, verdicts, strict=True)
         if verdict is not None
     }
-    return {worker: [Evidence("memory-guard", "gone", "out-of-memory", cause)] for worker, cause in causes.items()}
