@@ -228,15 +228,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         return self._roster.now.sharding
 
     def inspect(self) -> GroupState:
-        """Return the epoch, and what packages show of the group, as they are now.
-
-        Returns:
-            The state.
-        """
-        return GroupState(
-            epoch=self._roster.now.epoch,
-            shown={key: read() for key, read in list(self._roster.shown.items())} if self.workers else {},
-        )
+        """Return the state of the group as it is now."""
+        return GroupState(epoch=self._roster.now.epoch)
 
     def handle(self) -> GroupHandle:
         """Return a handle of the group, with which other processes of the cluster can call it.
