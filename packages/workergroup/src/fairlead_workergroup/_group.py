@@ -37,7 +37,7 @@ from ._membership.model import Place
 from ._membership.operations import Operation, RestartLost, RestartPolicy, Start
 from ._membership.roster import Roster
 from ._observe.evidence import RayWitnesses
-from ._observe.memory import MemoryLimit, parse_memory
+from ._observe.memory import parse_memory
 from ._observe.observer import ObservedGroup, Observer
 from ._observe.state import GroupState
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
@@ -74,9 +74,9 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         elastic: the method that a resize calls; None for `Elastic()`.
         worker: the accelerators that a worker sees, its Ray options, and the master port; None for `WorkerOptions()`,
             with which it sees its own and has the options of the class.
-        memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
-            may hold together after its constructor has finished. Above it, Fairlead ends all of them, with kind
-            "out-of-memory". Files, shared memory and the values of the object store do not count.
+        memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and its descendants may hold together.
+            Above it, Fairlead ends all of them, with kind "out-of-memory". Files, shared memory and the values of the
+            object store do not count.
         async_communication: let the async methods of a worker overlap on one event loop, which its other methods
             block. "auto" does so for a class with async methods, as Ray does. Otherwise a worker runs one method at a
             time.
@@ -136,7 +136,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         start_timeout_s = float(timeouts.start_s)
         # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
-        limit = None if memory_limit is None else MemoryLimit(token, parse_memory(memory_limit))
+        limit = 0 if memory_limit is None else parse_memory(memory_limit)
         began = time.monotonic()
         slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
         self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
@@ -145,11 +145,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         )
         self.cluster = cluster
         self._roster = Roster(self.name_prefix, places, check_sharding(sharding_annotations, len(places)))
-        self._roster.judge = Judge(RayWitnesses(self._roster.find_handle, limit))
+        self._roster.judge = Judge(RayWitnesses(self._roster.find_handle, memory_limit=bool(limit)))
         options = read_option("worker", worker, WorkerOptions)
-        self._resources = resources = Resources(
-            self._roster, getattr(cluster, "port_range", None), read_master_ports(options), memory_limit=limit
-        )
+        ports = getattr(cluster, "port_range", None)
+        self._resources = resources = Resources(self._roster, ports, read_master_ports(options))
         self._observer = Observer(self._roster)
         backend = getattr(cluster, "communication_backend", None)
         spec = GroupSpec(
@@ -229,15 +228,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         return self._roster.now.sharding
 
     def inspect(self) -> GroupState:
-        """Return the epoch, and what packages show of the group, as they are now.
-
-        Returns:
-            The state.
-        """
-        return GroupState(
-            epoch=self._roster.now.epoch,
-            shown={key: read() for key, read in list(self._roster.shown.items())} if self.workers else {},
-        )
+        """Return the state of the group as it is now."""
+        return GroupState(epoch=self._roster.now.epoch)
 
     def handle(self) -> GroupHandle:
         """Return a handle of the group, with which other processes of the cluster can call it.

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from fairlead_workergroup.spi import Member, Snapshot
+from fairlead_workergroup.extension import Member, Snapshot
 
 from .actors import Actor
 from .placement import PretendedPlacement

@@ -14,7 +14,7 @@ from fairlead_placement import HeadTimeoutError
 from fairlead_workergroup._membership.judge import Evidence, Judge, decide
 from fairlead_workergroup._observe import evidence as witnesses
 from fairlead_workergroup._observe.evidence import RayWitnesses, check_head, evidence_of, judge_errors
-from fairlead_workergroup.spi import WorkerProcess
+from fairlead_workergroup.extension import WorkerProcess
 
 WORKER = WorkerProcess(3, {"dp": 3}, "a" * 8, "10.0.0.1", 77, 123, "actor")
 

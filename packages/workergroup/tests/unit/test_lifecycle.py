@@ -34,7 +34,7 @@ def test_the_first_failure_is_reported(monkeypatch):
     monkeypatch.setattr(
         launch,
         "_start_error",
-        lambda error, plan, actor, started, waiting: WorkerStartError(f"{plan.place.rank}: {error}"),
+        lambda error, plan, *_: WorkerStartError(f"{plan.place.rank}: {error}"),
     )
     later = threading.Timer(0.1, lambda: [refs[rank].set_exception(RuntimeError(f"from {rank}")) for rank in (1, 0)])
     later.start()

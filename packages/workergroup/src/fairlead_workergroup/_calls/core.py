@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import ray
 
@@ -34,20 +34,6 @@ from ..exceptions import (
     WorkerGroupError,
 )
 from .plan import CallOptions, Recipients, extend_request
-
-
-class Need(NamedTuple):
-    """A condition that has to hold in a worker when it begins a method.
-
-    Attributes:
-        function: pickled by `ray.cloudpickle`; it raises an error if that does not hold. If it is a `RayError` with an
-            attribute `fairlead_error`, a pickled function and values, the caller gets the error that the function
-            returns for the rank and the values.
-        args: its arguments.
-    """
-
-    function: bytes
-    args: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +84,7 @@ class Core:
     described: Described
     changes: FixedMembership
     call_timeout_s: float | None
-    checks: list[Callable[[str, Sequence[int]], Need | None]] = field(default_factory=list)  # of packages; see spi
+    checks: list[Callable[[str, Sequence[int]], None]] = field(default_factory=list)  # of packages; see `extension`
     is_owner: ClassVar[bool] = True  # whether this process has made the group
 
     def __post_init__(self) -> None:
@@ -234,16 +220,16 @@ class Core:
             finally:
                 self._sending = None
 
-    def admit(self, call: PlannedCall) -> tuple[Snapshot, list[Need]] | list[WorkerFailure]:
-        """Return the members and the needs of a call that may be sent; or the lost workers that it has to wait for."""
+    def admit(self, call: PlannedCall) -> Snapshot | list[WorkerFailure]:
+        """Return the members for a call that may be sent; or the lost workers that it has to wait for."""
         now = self.roster.now
         if now.ended:
             raise self.roster.ended_error()
         self.roster.connection.check()
         if call.sharding is not now.sharding:
             check_ranks(call, now)
-        asked = () if call.is_hook else list(self.checks)
-        needs = [need for check in asked if (need := check(call.method.name, call.recipients.called)) is not None]
+        for check in () if call.is_hook else list(self.checks):
+            check(call.method.name, call.recipients.called)
         if now.lost:
             lost = self.policy.blocking(now, call.recipients.called)
             # The methods that a change runs wait for their own workers only.
@@ -251,26 +237,22 @@ class Core:
                 if call.is_hook or not self.policy.on_failure:
                     raise self._lost_error(blocking)
                 return blocking
-        return now, needs
+        return now
 
     def _submit(self, call: PlannedCall) -> Sent | list[WorkerFailure]:
         """Send a call, planned again if the size of the group has changed since; the caller holds `turn`."""
         try:
-            admitted = self.admit(call)
+            now = self.admit(call)
         except EpochError:
             if call.replan is None:
                 raise
             call = call.replan()
-            admitted = self.admit(call)
-        if isinstance(admitted, list):
-            return admitted
-        now, needs = admitted
-        requests, epoch = call.requests, None if self.is_owner else now.epoch
-        conditions: dict[str, Any] = {} if epoch is None else {"epoch": epoch}
-        if needs and self.described.worker_class.concurrent:
-            conditions["needs"] = [tuple(need) for need in needs]
-        if conditions:
-            requests = [extend_request(request, call.method, conditions) for request in requests]
+            now = self.admit(call)
+        if isinstance(now, list):
+            return now
+        requests = call.requests
+        if not self.is_owner:
+            requests = [extend_request(request, call.method, {"epoch": now.epoch}) for request in requests]
         handles = [now.members[rank].handle for rank in call.recipients.called]
         return Sent(call, replies.submit(handles, requests), now.epoch)
 

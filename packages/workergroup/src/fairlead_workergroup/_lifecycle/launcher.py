@@ -13,7 +13,6 @@ from fairlead_venvs import VenvSpec
 
 from .._membership.facts import WorkerFacts
 from .._membership.model import Place, Started, configure_ask
-from .._observe.memory import MemoryLimit
 from .._observe.query import WorkerLook, look_at_starts
 from .._observe.registration import Registration, actor_name
 from .._ray_private import actor_id_of
@@ -42,7 +41,7 @@ class GroupSpec:
     env_vars: EnvVars
     options: WorkerOptions
     facts: Mapping[str, Any]  # that `current_worker` returns in every worker
-    memory_limit: MemoryLimit | None
+    memory_limit: int  # bytes of a worker and its descendants; 0 for no limit
     token: str  # identifies the group among all groups of all drivers
     concurrent: bool | Literal["auto"]  # whether async methods overlap; "auto" if there are any
     start_timeout_s: float
@@ -125,19 +124,12 @@ class Launcher(Described):
         deadline: Deadline,
         check: Callable[[], None],
     ) -> list[Started]:
-        """Start the workers of these ranks, and wait until every constructor has finished.
-
-        Their memory is limited from now on, so that the epoch needs no answer of an agent to begin.
-        """
+        """Start the workers of these ranks, and wait until every constructor has finished."""
         # Actors first: the agent that holds the port starts at the same time as the processes of the workers.
         with head_deadline(self.spec.start_timeout_s):
             actors = self._create_actors(plan, ranks)
         port = lease().port
-        started = self._construct(plan, actors, port, epoch=epoch, deadline=deadline, check=check)
-        if self.spec.memory_limit is not None:
-            until = deadline.sooner(Deadline.after(self.spec.start_timeout_s))
-            self.spec.memory_limit.guard([one.process for one in started], until, self._roster)
-        return started
+        return self._construct(plan, actors, port, epoch=epoch, deadline=deadline, check=check)
 
     def begin(self, plan: "LaunchPlan", lease: PortLease) -> None:
         """Use the plan and the master port of an epoch that has begun."""
@@ -233,6 +225,7 @@ class Launcher(Described):
                 **shared,
                 **mine.to_dict(),
                 "tree": f"{one.mark}{mine.incarnation}",
+                "memory_limit": spec.memory_limit,
                 "env": {**worker.environment.variables, **mine.env},
                 "path": list(worker.environment.path),
                 "devices": device_facts(worker.place, slots_on[worker.place.slot.node_id], spec.options),
@@ -251,7 +244,16 @@ class Launcher(Described):
         def look(late: Sequence[WorkerPlan]) -> list[WorkerLook | None]:
             return look_at_starts([actors[worker.place.rank] for worker in late])
 
-        answers = wait_started(refs, plans, actors=handles, name=name, timeout_s=timeout_s, check=check, look=look)
+        answers = wait_started(
+            refs,
+            plans,
+            actors=handles,
+            name=name,
+            timeout_s=timeout_s,
+            check=check,
+            look=look,
+            memory_limit=bool(spec.memory_limit),
+        )
         started = []
         for worker, one, answer in zip(plans, actors.values(), answers, strict=True):
             process = {"pid": answer["pid"], "started": answer["started"]}

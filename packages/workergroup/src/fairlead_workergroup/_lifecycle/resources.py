@@ -22,7 +22,6 @@ from fairlead_placement.extension import SlotClaim, claim_slots
 
 from .._membership.roster import Roster
 from .._observe.head import alive_nodes, draining_nodes
-from .._observe.memory import MemoryLimit
 from .._observe.registration import Registration
 from .._start.layout import choose_slots
 from .._world import NEVER, Deadline
@@ -63,7 +62,6 @@ class Resources:
     lease: PortLease | None = None  # of the master port
     next_lease: PortLease | None = None  # of the master port of the next epoch, while a resize starts it
     registration: Registration | None = None
-    memory_limit: MemoryLimit | None = None
     gave_all_back: bool = True  # so far, without a failure
     closed: bool = False  # whether the release has begun
     _workers: dict[int, RunningWorker] = field(default_factory=dict)
@@ -205,12 +203,11 @@ class Resources:
         with self._ending:
             self.closed = True
             workers, self._workers = self._workers, {}
-            registration, limit = self.registration, self.memory_limit
+            registration = self.registration
             steps: dict[str, Callable[[], list[str] | None]] = {
                 "end the workers": lambda: kill_and_wait(workers) if workers else None,
                 "release the port": self.release_port,
                 "withdraw the registration": lambda: None if registration is None else registration.withdraw(),
-                "end the memory guards": lambda: None if limit is None else limit.release(),
             }
             for name, step in steps.items() if self.roster.connected else ():
                 try:

@@ -13,9 +13,8 @@ from fairlead_placement import HeadTimeoutError
 from fairlead_placement.extension import choose_alive, collect, group_pairs, head_deadline, run_on_nodes, wait_until
 
 from .._observe.head import actors_being_made, draining_nodes
-from .._observe.query import ask_nodes
 from .._ray_private import actor_id_of
-from .._remote.process import WORKER_GRACE_S, Process, end_trees, find_children
+from .._remote.process import WORKER_GRACE_S, Process, end_trees
 from .._world import Deadline
 
 logger = logging.getLogger(__name__)
@@ -30,8 +29,6 @@ GONE_S = 20.0
 LAST_LOOK_S = 5.0
 # How long an answer may take on its way.
 ANSWERED_S = 2.0
-# If a node does not answer in this time, its children are found by their marks alone.
-FIND_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -77,21 +74,16 @@ def kill_and_wait(workers: Mapping[int, RunningWorker]) -> list[str]:
     """
     others = [worker for rank, worker in sorted(workers.items(), reverse=True) if rank]
     first = [worker for rank, worker in workers.items() if not rank]
-    children: dict[RunningWorker, list[Process]] = {}
     by_ray = True
     try:
         try:
             by_ray = _wait_until_created(workers.values())
-            # When the parent has died, its children can no longer be found through it.
-            known = [worker for worker in workers.values() if worker.pid]
-            found = ask_nodes(known, find_children, within_s=FIND_S)
-            children = {worker: below for worker, below in zip(known, found, strict=True) if below}
         finally:  # also after a second Ctrl-C
             _kill(others)
-        left = _wait(others, children, by_ray=by_ray)
+        left = _wait(others, by_ray=by_ray)
     finally:
         _kill(first)
-    left += _wait(first, children, by_ray=by_ray)
+    left += _wait(first, by_ray=by_ray)
     if not by_ray:
         left.append(f"{len(workers)} worker(s) whose end Ray's head has not confirmed, because it does not answer")
     if left:
@@ -104,17 +96,15 @@ def _kill(workers: Sequence[RunningWorker]) -> None:
         ray.kill(worker.handle)
 
 
-def _wait(
-    workers: Sequence[RunningWorker], children: Mapping[RunningWorker, Sequence[Process]], *, by_ray: bool
-) -> list[str]:
+def _wait(workers: Sequence[RunningWorker], *, by_ray: bool) -> list[str]:
     """Wait for the end of killed workers, end their processes, and return descriptions of those still alive."""
     if not by_ray:
-        return _end_trees(workers, children, time.monotonic() + LAST_LOOK_S, grace_s=0.0)
+        return _end_trees(workers, time.monotonic() + LAST_LOOK_S, grace_s=0.0)
     # A dead actor answers this at once with an error; nothing answers after a kill except that.
     deadline = time.monotonic() + GONE_S
     answers = collect({at: one.handle.__ray_ready__.remote for at, one in enumerate(workers)}, GONE_S)
     alive = [error for _, error in answers.values() if isinstance(error, ray.exceptions.GetTimeoutError)]
-    left = _end_trees(workers, children, deadline, grace_s=WORKER_GRACE_S)
+    left = _end_trees(workers, deadline, grace_s=WORKER_GRACE_S)
     return left if left or not alive else [f"{len(alive)} worker(s) that Ray has not ended within {GONE_S:g} s"]
 
 
@@ -144,13 +134,7 @@ def _draining_nodes() -> Collection[str]:
         return frozenset()
 
 
-def _end_trees(
-    workers: Sequence[RunningWorker],
-    children: Mapping[RunningWorker, Sequence[Process]],
-    deadline: float,
-    *,
-    grace_s: float,
-) -> list[str]:
+def _end_trees(workers: Sequence[RunningWorker], deadline: float, *, grace_s: float) -> list[str]:
     """End the processes of workers on all nodes at once; return descriptions of those alive at the deadline."""
     by_node = group_pairs((worker.node_id, worker) for worker in workers)
     pause = 0.1
@@ -160,7 +144,6 @@ def _end_trees(
         asks = {
             node_id: (
                 [worker.key for worker in there if worker.pid],
-                [child for worker in there for child in children.get(worker, ())],
                 [worker.mark for worker in there],
                 within_s - ANSWERED_S,
                 grace_s,

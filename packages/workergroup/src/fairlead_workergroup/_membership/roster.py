@@ -30,8 +30,6 @@ class Roster:
         self.judge: Judge = Judge()
         self.ending: bool = False
         self.connection = _world.Connection(self)
-        # What packages show of the group, by the key that each has chosen.
-        self.shown: dict[str, Callable[[], Any]] = {}
         # It protects the members and the actors, which change together.
         self.lock: _world.Lock = _world.current.lock()
         # It includes replaced incarnations, whose results may still be fetched.

@@ -21,7 +21,7 @@ from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
 from ..exceptions import FailureKind
 from .head import dead_actors
-from .memory import MemoryLimit
+from .memory import find_killed
 from .query import ask_nodes
 
 _LOST = (
@@ -176,10 +176,8 @@ def check_head(verdicts: Iterable[Verdict], *, since: float) -> None:
 class RayWitnesses:
     """The sources that the judge of a group asks."""
 
-    def __init__(
-        self, find_handle: Callable[[WorkerProcess], Any | None], memory_limit: MemoryLimit | None = None
-    ) -> None:
-        """Take what returns the handle of a process, or None if there is none to ask."""
+    def __init__(self, find_handle: Callable[[WorkerProcess], Any | None], *, memory_limit: bool = False) -> None:
+        """Take what returns the handle of a process, or None if there is none to ask, and whether memory is limited."""
         self._find_handle = find_handle
         self._memory_limit = memory_limit
 
@@ -213,5 +211,6 @@ class RayWitnesses:
         return find_evidence({one: error for one, (_, error) in answers.items() if error is not None})
 
     def guard(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
-        """Read which processes the memory guards of the nodes have ended."""
-        return {} if self._memory_limit is None else self._memory_limit.find_killed(workers, within_s)
+        """Read which workers their reapers have ended for their memory, on their nodes."""
+        causes = find_killed(workers, within_s) if self._memory_limit else {}
+        return {one: [Evidence("memory-guard", "gone", "out-of-memory", cause)] for one, cause in causes.items()}

@@ -5,14 +5,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fairlead_placement.extension import choose_alive, group_pairs, usage_on_nodes
+from fairlead_placement.extension import choose_alive
 
 from .._membership.model import WorkerProcess
 from .._membership.roster import Roster
 from .._remote.progress import look
+from .._remote.usage import measure
 from ..exceptions import WorkerFailure
 from .evidence import LOOK_S, weigh_answers
-from .query import ANSWER_S, HEAD_S, ask_nodes, logger
+from .query import HEAD_S, ask_nodes
 from .status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
 from .stuck import add_odd_ranks, find_innermost
 
@@ -27,6 +28,8 @@ class Observer:
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
+        # The CPU seconds of each worker, and when they were measured.
+        self._measured: dict[WorkerProcess, tuple[float, float]] = {}
 
     def read_status(self, stuck_after_s: float) -> list[WorkerStatus]:
         """Return what each worker is doing, by rank."""
@@ -37,18 +40,16 @@ class Observer:
         now = self._roster.check_alive()
         living = set(choose_alive({process.node_id for process in now.processes}, timeout_s=HEAD_S))
         there = [one.process for one in now.members if one.process.node_id in living and one.failure is None]
-        pids = group_pairs((process.node_id, process.pid) for process in there)
-        usage = {}
-        for node_id, rows in usage_on_nodes(pids, timeout_s=ANSWER_S).items():
-            if isinstance(rows, Exception):
-                logger.warning("Cannot look at the workers on node %s: %s", node_id[:8], rows)
-                continue
-            usage.update({(node_id, row.pid): row for row in rows})
-        return [
-            WorkerUsage(process.rank, row.cpu_percent, row.rss_bytes, row.gpu_memory_bytes, row.num_threads)
-            for process in now.processes
-            if (row := usage.get((process.node_id, process.pid))) is not None
-        ]
+        before, self._measured = self._measured, {}
+        usage = []
+        for process, row in zip(there, ask_nodes(there, measure), strict=True):
+            if row is not None:
+                seconds, since = before.get(process, (0.0, row["started_s"]))
+                self._measured[process] = row["cpu_s"], row["measured_s"]
+                percent = 100 * max(0.0, row["cpu_s"] - seconds) / max(row["measured_s"] - since, 1e-3)
+                sizes = row["rss_bytes"], row["gpu_memory_bytes"]
+                usage.append(WorkerUsage(process.rank, percent, *sizes, row["num_threads"]))
+        return usage
 
     def find_stuck(self, timeout_s: float, *, dump_stacks: bool) -> list[StuckWorker]:
         """Return the workers that are alive and have made no progress for `timeout_s`."""

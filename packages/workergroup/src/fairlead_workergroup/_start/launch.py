@@ -24,6 +24,7 @@ from .._observe.display import Bar
 from .._observe.evidence import RayWitnesses, judge_errors
 from .._observe.query import WorkerLook
 from .._observe.remote_errors import remote_traceback
+from .._ray_private import actor_id_of
 from ..exceptions import WorkerStartError
 from .environment import (
     RANK_VARIABLES,
@@ -169,11 +170,12 @@ def wait_started(
     timeout_s: float,
     check: Callable[[], None],
     look: Callable[[Sequence[WorkerPlan]], Sequence[WorkerLook | None]] = lambda late: [None] * len(late),
+    memory_limit: bool = False,
 ) -> list[dict[str, Any]]:
     """Wait until all constructors have finished; return what each worker reports, in the order of `plans`.
 
     The actors are those that the answers come from; without them only the nodes are asked. `look` looks at workers that
-    are late.
+    are late; `memory_limit` is whether their memory is limited.
     """
     began = time.monotonic()
     answers: dict[int, dict[str, Any]] = {}
@@ -203,7 +205,8 @@ def wait_started(
                 if (error := answer.exception()) is not None:
                     waiting = [other.place.rank for other in pending.values()]
                     # The text has the traceback in the worker.
-                    raise _start_error(error, plan, actors[at] if actors else None, len(answers), waiting) from None
+                    actor = actors[at] if actors else None
+                    raise _start_error(error, plan, actor, len(answers), waiting, memory_limit) from None
                 answers[at] = answer.result()
             if (now := time.monotonic()) - shown_at >= SHOWN_EVERY_S:
                 shown_at = now
@@ -236,9 +239,11 @@ def _describe_start(plan: WorkerPlan, seen: WorkerLook | None) -> str:
 
 
 def _start_error(
-    error: BaseException, plan: WorkerPlan, actor: Any, started: int, waiting: Sequence[int]
+    error: BaseException, plan: WorkerPlan, actor: Any, started: int, waiting: Sequence[int], memory_limit: bool = False
 ) -> WorkerStartError:
-    if lost := judge_errors(Judge(RayWitnesses(lambda _: actor)), {plan.process: error}):
+    process = plan.process if actor is None else replace(plan.process, actor_id=actor_id_of(actor))
+    judge = Judge(RayWitnesses(lambda _: actor, memory_limit=memory_limit))
+    if lost := judge_errors(judge, {process: error}):
         reason, trace = f"the worker was lost while it started: {lost[0].kind}: {lost[0].cause}", ""
     else:
         cause = getattr(error, "cause", None) or error
