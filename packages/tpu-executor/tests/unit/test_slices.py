@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from fairlead_placement import Node
 from fairlead_tpu_executor import SliceInfo
-from fairlead_tpu_executor._slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID, assess_slices, find_room, find_type
-from fairlead_tpu_executor._types import tpu_type
+from fairlead_tpu_executor._slices import (
+    SLICE_NAME,
+    TOPOLOGY,
+    TYPE,
+    WORKER_ID,
+    assess_slices,
+    find_room,
+    find_type,
+    tpu_type,
+)
 
 V4_32 = tpu_type("v4-32")
 
