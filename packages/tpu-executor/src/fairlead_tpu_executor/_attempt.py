@@ -12,11 +12,11 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement import extension
+from fairlead_placement import Slot, extension
 
 from . import _host
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
-from ._environment import MEGASCALE, host_environment
+from ._environment import MEGASCALE
 from ._reservation import Lease
 from ._slices import SliceInfo
 from ._verdicts import HostError, NodeLostError, judge_one
@@ -68,32 +68,29 @@ class Target:
 
 
 def make_targets(
-    work: Work, config: AcceleratorConfigType, leases: Sequence[Lease], *, first_hosts: bool = False
+    work: Work, config: AcceleratorConfigType, leases: Sequence[Lease], slots: Sequence[Slot]
 ) -> list[Target]:
-    """Return every host as a target for some work, or worker 0 of each slice only (`first_hosts`)."""
+    """Return hosts of slices as targets for some work."""
     tpu = config if isinstance(config, TpuAcceleratorConfig) else None
     targets: list[Target] = []
-    for number, lease in enumerate(leases):
-        place = lease.slice
-        for worker in range(1 if first_hosts else place.num_hosts):
-            runtime_env = work.runtime_env(config)
-            # No other task has this environment, not even a child, so the task gets a new process.
-            ours = {**host_environment(config, leases, number, worker), "FAIRLEAD_OWN_PROCESS": uuid.uuid4().hex}
-            variables = {**runtime_env["env_vars"], **ours}
-            # The node's own zone comes first, so the process sets this one.
-            zone = variables.pop("TPU_ZONE", "EMPTY") if tpu else ""
-            runtime_env["env_vars"] = variables
-            options = {
-                **work.remote_options(config, place),
-                "runtime_env": runtime_env,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(lease.group, worker),
-            }
-            facts = {
-                "unset": [name for name in MEGASCALE if tpu and name not in ours],
-                "zone": place.zone or zone,
-                "lock_files": tpu.lock_files if tpu else (),
-            }
-            targets.append(Target(place, number, worker, facts, options))
+    for slot in slots:
+        place = leases[slot.node_idx].slice
+        runtime_env = work.runtime_env(config)
+        # No other task has this environment, not even a child, so the task gets a new process.
+        variables = {**runtime_env["env_vars"], **slot.env, "FAIRLEAD_OWN_PROCESS": uuid.uuid4().hex}
+        # The node's own zone comes first, so the process sets this one.
+        zone = variables.pop("TPU_ZONE", "EMPTY") if tpu else ""
+        options = {
+            **work.remote_options(config, place),
+            "runtime_env": {**runtime_env, "env_vars": variables},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundle_index),
+        }
+        facts = {
+            "unset": MEGASCALE if tpu and len(leases) == 1 else (),
+            "zone": place.zone or zone,
+            "lock_files": tpu.lock_files if tpu else (),
+        }
+        targets.append(Target(place, slot.node_idx, slot.bundle_index, facts, options))
     return targets
 
 

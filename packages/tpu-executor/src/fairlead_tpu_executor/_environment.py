@@ -12,10 +12,10 @@ from typing import Any
 
 from ray.util.tpu import get_tpu_coordinator_env_vars
 
-from fairlead_placement import Node, Slot, extension
+from fairlead_placement import Slot, extension
 
 from ._config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
-from ._reservation import Lease, make_slots
+from ._reservation import Lease
 from .exceptions import JaxUnavailableError
 
 ENV_CALL_INDEX: str = "EXECUTOR_CALL_INDEX"
@@ -67,17 +67,22 @@ def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> 
     return int(text)
 
 
-def describe_slots(config: AcceleratorConfigType, leases: Sequence[Lease], nodes: Sequence[Node]) -> tuple[Slot, ...]:
-    """Return every host as a slot with what a process there needs."""
-    labels = {node.node_id: node.labels for node in nodes}
+def make_slots(config: AcceleratorConfigType, leases: Sequence[Lease]) -> tuple[Slot, ...]:
+    """Return every host as a slot with what a process there needs, in the order of slices and TPU worker ids."""
     return extension.number_slots(
-        replace(
-            slot,
-            labels=labels.get(slot.node_id, {}),
-            worker_resources=config.request(leases[slot.node_idx].slice),
-            env={**config.env_vars, **host_environment(config, leases, slot.node_idx, slot.bundle_index)},
+        Slot(
+            placement_group=lease.group,
+            bundle_index=worker,
+            node_idx=number,
+            node_id=lease.slice.node_ids[worker],
+            node_ip=lease.slice.node_ips[worker],
+            node_rank=0,
+            local_rank=0,
+            worker_resources=config.request(lease.slice),
+            env={**config.env_vars, **host_environment(config, leases, number, worker)},
         )
-        for slot in make_slots(leases)
+        for number, lease in enumerate(leases)
+        for worker in range(lease.slice.num_hosts)
     )
 
 

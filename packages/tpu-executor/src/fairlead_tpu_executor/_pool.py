@@ -6,9 +6,9 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from ray.runtime_env import RuntimeEnv
 
@@ -16,13 +16,11 @@ from fairlead_placement import Slot, extension
 
 from ._attempt import Target, look_at_nodes, make_targets, run_once, start_actor, submit
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
-from ._environment import describe_slots, megascale_port
-from ._reservation import Lease, Reservation, make_slots
+from ._environment import make_slots, megascale_port
+from ._reservation import Reservation
 from ._slices import SliceInfo
 from ._verdicts import JobInfo, JobStatus, JobSucceeded, failed_start, judge, retry
 from ._work import Class, Function, Work, check_call, inspect_work
-
-_T = TypeVar("_T")
 
 
 class ClosesOnExit:
@@ -84,8 +82,8 @@ class SlicePool(ClosesOnExit):
             PortUnavailableError: worker 0 of a slice has no free port for its coordinator.
             HeadTimeoutError: Ray's head did not answer for 30 s.
         """
-        with self._take_turn() as ensure:
-            ensure()
+        with self._take_turn():
+            self._reservation.ensure()
         return self
 
     def scale(self, num_slices: int | Sequence[int]) -> Self:
@@ -95,9 +93,9 @@ class SlicePool(ClosesOnExit):
             raise ValueError(
                 f"A pool on {self.config.kind} hosts is one group of workers: give worker_count, not a size."
             )
-        with self._take_turn() as ensure:
+        with self._take_turn():
             self._reservation.sizes = sizes
-            ensure()
+            self._reservation.ensure()
         return self
 
     @property
@@ -111,10 +109,11 @@ class SlicePool(ClosesOnExit):
         A process in a slot has the variables in its `env`. While a worker group is on the slots, runs are refused.
         Raises the errors of `reserve`.
         """
-        with self._take_turn() as ensure:
-            leases = ensure()
+        with self._take_turn():
+            slots = make_slots(self.config, self._reservation.ensure())
         with extension.head_deadline():
-            return describe_slots(self.config, leases, extension.read_nodes(with_free=False))
+            labels = {node.node_id: node.labels for node in extension.read_nodes(with_free=False)}
+        return tuple(replace(slot, labels=labels.get(slot.node_id, {})) for slot in slots)
 
     def run(self, function: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every host, repeat it as the budgets allow, and return its results.
@@ -152,30 +151,21 @@ class SlicePool(ClosesOnExit):
     def submit(self, function: Function, /, *args: Any, **kwargs: Any) -> list[list[Any]]:
         """Start a function on every host and return references, a list per slice.
 
-        Nothing is watched or repeated, and calls on one host run one by one. Raises a TypeError or a ValueError like
-        `run`, and the errors of `reserve`; `ray.get` raises Ray's.
+        Nothing is watched or repeated, and calls on one host run one by one. Raises a TypeError, a ValueError or a
+        ResourceInsufficientError like `run`, and the errors of `reserve`; `ray.get` raises Ray's.
         """
-        work = self._check(function, args, kwargs)
-        with self._take_turn() as ensure:
-            return self._start_all(work, ensure(), functools.partial(submit, payload=work.put(args, kwargs)))
+        started, claim = self._start(function, args, kwargs)
+        claim.release()
+        return started
 
     def start(
         self, cls: Class, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[list[list[Any]], extension.SlotClaim]:
         """Start an actor for a class on every host; return the actors, a list per slice, and the claim on their slots.
 
-        Raises the errors of `submit`, and ResourceInsufficientError if the slots are in use.
+        Raises the errors of `submit`.
         """
-        work = self._check(cls, args, kwargs, of_class=True)
-        with self._take_turn() as ensure:
-            leases = ensure()
-            claim = extension.claim_slots(make_slots(leases), f"instances of {work.name}")
-            try:
-                start = functools.partial(start_actor, payload=work.put(args, kwargs))
-                return self._start_all(work, leases, start), claim
-            except BaseException:
-                claim.release()
-                raise
+        return self._start(cls, args, kwargs, of_class=True)
 
     def close(self) -> bool:
         """Give everything back. Can be repeated; the next use reserves again.
@@ -210,15 +200,11 @@ class SlicePool(ClosesOnExit):
 
     def _attempt(self, work: Work, payload: Any, number: int, *, first_hosts: bool = False) -> JobStatus:
         config, reservation = self.config, self._reservation
-        leases = reservation.ensure()
-        claim = extension.claim_slots(make_slots(leases), f"run of {work.name}")
-        began = time.monotonic()
-        try:
-            targets = make_targets(work, config, leases, first_hosts=first_hosts)
+        with self._claim(work, f"run of {work.name}", first_hosts=first_hosts) as (targets, claim):
+            began = time.monotonic()
             values, errors = run_once(targets, payload, config.grace_s, reservation.check_open)
-        finally:
             claim.release()
-        places = tuple(lease.slice for lease in leases)
+        places = tuple(dict.fromkeys(target.slice for target in targets))
         info = JobInfo(work.name, "succeeded", config.kind, places, number, time.monotonic() - began)
         # After two failed starts in a row on one host, other slices are preferred.
         before = reservation.not_started
@@ -226,27 +212,50 @@ class SlicePool(ClosesOnExit):
         reservation.doubtful |= before & reservation.not_started
         if not errors:
             reservation.doubtful.clear()
-            of_slices = extension.group_pairs(zip((target.number for target in targets), values, strict=True)).values()
-            return JobSucceeded(info, arrange(of_slices, config.flatten))
+            return JobSucceeded(info, arrange(_by_slice(targets, values), config.flatten))
         status = judge(info, errors, look_at_nodes({target.node_id for target in targets})[1])
         reservation.dead |= {host.node_id for host in errors if host.is_of_dead_node}
         return status
 
+    def _start(
+        self, target: Function | Class, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, of_class: bool = False
+    ) -> tuple[list[list[Any]], extension.SlotClaim]:
+        """Start a task or an actor on every host; return them, a list per slice, and the claim on their slots."""
+        work = self._check(target, args, kwargs, of_class=of_class)
+        payload, start = work.put(args, kwargs), start_actor if of_class else submit
+        with self._take_turn(), self._claim(work, f"{'instances' if of_class else 'call'} of {work.name}") as claimed:
+            targets, claim = claimed
+            # Ray would never end a task that comes after the end of its placement group.
+            with self._reservation.lock:
+                self._reservation.check_open()
+                return _by_slice(targets, [start(target, payload) for target in targets]), claim
+
     @contextlib.contextmanager
-    def _take_turn(self) -> Iterator[Callable[[], tuple[Lease, ...]]]:
-        """Wait until nothing else runs in the pool, open it, and give the function that reserves its slices."""
+    def _take_turn(self) -> Iterator[None]:
+        """Wait until nothing else runs in the pool, and open it."""
         with self._turn:
             self._reservation.is_open = True
-            yield self._reservation.ensure
+            yield
 
-    def _start_all(self, work: Work, leases: Sequence[Lease], start: Callable[[Target], _T]) -> list[list[_T]]:
-        """Start something on every host, a list per slice."""
-        targets = make_targets(work, self.config, leases)
-        # Ray would never end a task that comes after the end of its placement group.
-        with self._reservation.lock:
-            self._reservation.check_open()
-            started = [(target.number, start(target)) for target in targets]
-        return [*extension.group_pairs(started).values()]
+    @contextlib.contextmanager
+    def _claim(
+        self, work: Work, holder: str, *, first_hosts: bool = False
+    ) -> Iterator[tuple[list[Target], extension.SlotClaim]]:
+        """Reserve slices and claim their hosts; give those that the work is for, and the claim, which an error ends."""
+        leases = self._reservation.ensure()
+        slots = make_slots(self.config, leases)
+        claim = extension.claim_slots(slots, holder)
+        try:
+            chosen = [slot for slot in slots if not first_hosts or slot.bundle_index == 0]
+            yield make_targets(work, self.config, leases, chosen), claim
+        except BaseException:
+            claim.release()
+            raise
+
+
+def _by_slice(targets: Sequence[Target], values: Iterable[Any]) -> list[list[Any]]:
+    numbers = (target.number for target in targets)
+    return list(extension.group_pairs(zip(numbers, values, strict=True)).values())
 
 
 def arrange(nested: Iterable[Sequence[Any]], flatten: bool) -> list[Any]:

@@ -22,7 +22,7 @@ same order.
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,27 +61,6 @@ class Lease:
     port: PortLease
 
 
-def make_slots(leases: Iterable[Lease]) -> list[Slot]:
-    """Return every host, in the order of slices and TPU worker ids, without the ranks that `number_slots` gives."""
-    return _make_slots((lease.slice, lease.group) for lease in leases)
-
-
-def _make_slots(held: Iterable[tuple[SliceInfo, PlacementGroup]]) -> list[Slot]:
-    return [
-        Slot(
-            placement_group=group,
-            bundle_index=worker,
-            node_idx=number,
-            node_id=place.node_ids[worker],
-            node_ip=place.node_ips[worker],
-            node_rank=0,
-            local_rank=0,
-        )
-        for number, (place, group) in enumerate(held)
-        for worker in range(place.num_hosts)
-    ]
-
-
 def _describe(config: AcceleratorConfigType, place: SliceInfo) -> dict[str, Any]:
     """Return Ray's options of the group that holds a slice."""
     bundles = [config.bundle(place, worker) for worker in range(place.num_hosts)]
@@ -92,15 +71,17 @@ def _describe(config: AcceleratorConfigType, place: SliceInfo) -> dict[str, Any]
     return {**options, "bundle_label_selector": [{"ray.io/node-id": node_id} for node_id in place.node_ids]}
 
 
-def _give_back(leases: Sequence[Lease]) -> bool:
-    """Return slices and ports, and wait until Ray has the resources of the slices; False if that took too long."""
-    try:
-        release_ports([lease.port for lease in leases], timeout_s=_RETURN_S)
-    except PlacementError as error:  # The host may be lost before Ray knows; otherwise it releases its ports later.
-        logger.debug("Ports were not released in time: %s", error)
-    finally:
-        returned = extension.remove_placement_groups([lease.group for lease in leases], timeout_s=_RETURN_S)
-    return returned
+def _first_slot(place: SliceInfo, group: PlacementGroup) -> Slot:
+    """Return worker 0 of a slice as a place for a port."""
+    return Slot(
+        placement_group=group,
+        bundle_index=0,
+        node_idx=0,
+        node_id=place.node_ids[0],
+        node_ip=place.node_ips[0],
+        node_rank=0,
+        local_rank=0,
+    )
 
 
 def _look_up(group: PlacementGroup) -> tuple[str, tuple[str, ...]]:
@@ -196,11 +177,17 @@ class Reservation:
         self._drop(lost)
         return len(lost)
 
-    def _drop(self, leases: Sequence[Lease]) -> None:
-        if leases:
-            self.leases = tuple(lease for lease in self.leases if lease not in leases)
-            with extension.head_deadline():
-                _give_back(leases)
+    def _drop(self, leases: Sequence[Lease], timeout_s: float | None = None) -> bool:
+        """Return slices and ports, and whether Ray had the resources of the slices in time."""
+        self.leases = tuple(lease for lease in self.leases if lease not in leases)
+        with extension.head_deadline(timeout_s):
+            try:
+                release_ports([lease.port for lease in leases], timeout_s=_RETURN_S)
+            except PlacementError as error:  # The host may be lost; otherwise it releases its ports later.
+                logger.debug("Ports were not released in time: %s", error)
+            finally:
+                returned = extension.remove_placement_groups([lease.group for lease in leases], timeout_s=_RETURN_S)
+        return returned
 
     def _survey(self) -> tuple[list[SliceInfo], dict[str, str]]:
         """Read the nodes once, and return which slices are free and not held, and why the others are not free."""
@@ -256,9 +243,9 @@ class Reservation:
         groups, leases = list(placed), list[Lease]()
         try:
             if [*placed.values()] == [place.node_ids for place in chosen]:
-                slots = [slot for slot in _make_slots(zip(chosen, groups, strict=True)) if slot.bundle_index == 0]
-                ports = zip(chosen, groups, lease_ports(slots), strict=True)
-                leases = [Lease(place, group, port) for place, group, (port,) in ports]
+                ports = lease_ports([*map(_first_slot, chosen, groups)])
+                held = zip(chosen, groups, ports, strict=True)
+                leases = [Lease(place, group, port) for place, group, (port,) in held]
         except (HeadTimeoutError, PortUnavailableError):
             raise
         except PlacementError as error:
@@ -281,13 +268,9 @@ class Reservation:
     def give_back(self, timeout_s: float | None = None) -> bool:
         """Return slices and ports, and whether Ray had the resources before its head's deadline."""
         with self.lock:
-            leases, self.leases = self.leases, ()
-            # If Ray has ended, so has everything that was held.
-            if not leases or not extension.connection():
-                return True
+            leases = self.leases
             try:
-                with extension.head_deadline(timeout_s):
-                    return _give_back(leases)
+                return self._drop(leases, timeout_s)
             except HeadTimeoutError as error:
                 names = ", ".join(lease.slice.slice_name for lease in leases)
                 logger.warning("%s will be returned when Ray's head answers. %s", names, error)
