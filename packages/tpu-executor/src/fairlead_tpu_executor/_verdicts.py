@@ -218,13 +218,8 @@ def retry(
                 f"{preemptions} were preempted."
             )
             raise own
-        wait = choose_wait(number)
+        # With the jitter, jobs that failed together do not start again together. The exponent cannot overflow.
+        wait = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0 ** min(number - 1, 60)) * random.uniform(0.5, 1.0)
         kind = "preemption" if is_loss else "failure"
         logger.warning("Attempt %d of %s ended in a %s. It is repeated in %.1f s. %s", number, name, kind, wait, error)
         sleep(wait)
-
-
-def choose_wait(attempts: int, uniform: Callable[[float, float], float] = random.uniform) -> float:
-    """Return the seconds to wait after so many attempts: they double, with jitter, up to `_LONGEST_WAIT_S`."""
-    # The exponent is bounded, because a preemption budget lets it grow to a million.
-    return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0 ** min(attempts - 1, 60)) * uniform(0.5, 1.0)
