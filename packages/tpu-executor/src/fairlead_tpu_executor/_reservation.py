@@ -20,6 +20,7 @@ same order.
 """
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -230,7 +231,8 @@ class Reservation:
                         raise InsufficientSlicesError(config.kind, tuple(sizes), held + len(free), lacking, waited)
                     waiting.show(f"{held} held, {len(free)} free; others: {', '.join(lacking) or 'none'}", any_s)
                     nearest = largest_s if waited < largest_s else any_s
-                    time.sleep(max(0.01, min(pause, began + nearest - time.monotonic())))
+                    # With the jitter, two jobs that took one slice each from the other try again at different times.
+                    time.sleep(max(0.01, min(random.uniform(0.5, 1.0) * pause, began + nearest - time.monotonic())))
                     pause = min(2 * pause, _POLL_S[1])
             finally:
                 demand.withdraw()
