@@ -19,7 +19,7 @@ from ._config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._environment import MEGASCALE
 from ._reservation import Lease
 from ._slices import SliceInfo
-from ._verdicts import HostError, NodeLostError, judge_one
+from ._verdicts import HostError, judge_one
 from ._work import Work
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def run_once(
         _watch(calls, values, errors, grace_s, check_open)
         return [values[ref] for ref in calls if not errors], [*errors.values()]
     finally:
-        ended = {ref for ref, host in errors.items() if not isinstance(host.error, NodeLostError)} | values.keys()
+        ended = values.keys() | {ref for ref, host in errors.items() if not host.is_of_dead_node}
         _cancel({ref: target for ref, target in calls.items() if ref not in ended})
 
 
@@ -152,7 +152,8 @@ def _watch(
             looked_at = now
             # Ray fails the tasks of a dead node, except those that it does not know to be there.
             for ref in [ref for ref in running if calls[ref].node_id in dead]:
-                errors[ref] = HostError(calls[ref].slice, calls[ref].worker, NodeLostError("its node is dead"))
+                lost = ray.exceptions.NodeDiedError("its node is dead")
+                errors[ref] = HostError(calls[ref].slice, calls[ref].worker, lost)
             if errors and is_clear(
                 [*errors.values()], gone, is_running=bool(running), is_late=now >= first_at + grace_s
             ):

@@ -6,7 +6,7 @@ Our variables override the user's, and these override the node's.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,16 +52,16 @@ def host_environment(
             "TPU_POD_COUNT": str(len(leases)),
         }
         if len(leases) > 1:
-            first = replace(leases[0].port, port=megascale_port(config, os.environ))
+            first = replace(leases[0].port, port=megascale_port(config))
             ours |= get_tpu_coordinator_env_vars(first.host_port, len(leases), number, str(first.port))
     return ours
 
 
-def megascale_port(config: AcceleratorConfigType, driver: Mapping[str, str]) -> int:
+def megascale_port(config: AcceleratorConfigType) -> int:
     """Return the port of the coordinator of several slices: the configuration's, else `COORD_PORT`, else 8081."""
     if isinstance(config, TpuAcceleratorConfig) and config.megascale_port is not None:
         return config.megascale_port
-    text = config.env_vars.get("COORD_PORT") or driver.get("COORD_PORT") or str(MEGASCALE_DEFAULT_PORT)
+    text = config.env_vars.get("COORD_PORT") or os.environ.get("COORD_PORT") or str(MEGASCALE_DEFAULT_PORT)
     if not text.isdigit() or not 1 <= int(text) <= 65535:
         raise ValueError(f"COORD_PORT must be a port, 1 to 65535, got {text!r}.")
     return int(text)

@@ -3,7 +3,6 @@
 
 import contextlib
 import functools
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -186,7 +185,7 @@ class SlicePool(ClosesOnExit):
         check_call(work.name, work.function, args, kwargs)
         work.remote_options(self.config, None)
         RuntimeEnv(**work.runtime_env(self.config))  # Ray checks it here, and not only when the function starts.
-        megascale_port(self.config, os.environ)
+        megascale_port(self.config)
         return work
 
     def _run(

@@ -71,10 +71,6 @@ class JobError(JobStatus):
     error: BaseException
 
 
-class NodeLostError(Exception):
-    """Ray has declared the node of a task dead."""
-
-
 # The messages of libtpu and JAX when a chip is missing or another process holds it.
 STARTUP_FAILURES = (
     "No accelerator found",
@@ -118,7 +114,7 @@ class HostError:
     @property
     def is_of_dead_node(self) -> bool:
         """Whether the error says that the node is dead, perhaps before Ray's head does."""
-        return isinstance(as_raised(self.error), NodeLostError | ray.exceptions.NodeDiedError)
+        return isinstance(as_raised(self.error), ray.exceptions.NodeDiedError)
 
     def __str__(self) -> str:
         raised = as_raised(self.error)
@@ -143,7 +139,7 @@ def judge(info: JobInfo, errors: Sequence[HostError], gone: Collection[str]) -> 
 
 def judge_one(error: BaseException, node_gone: bool) -> _Verdict:
     """Return the verdict on the error of one host. The host is dead or draining if `node_gone`."""
-    if node_gone or isinstance(error, NodeLostError):
+    if node_gone:
         return "preempted"
     raised = as_raised(error)
     if isinstance(raised, ray.exceptions.RayActorError) and raised.preempted:

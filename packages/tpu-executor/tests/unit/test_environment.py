@@ -10,10 +10,11 @@ from fairlead_tpu_executor import (
     CpuAcceleratorConfig,
     JaxUnavailableError,
     SliceInfo,
+    SlicePool,
     TpuAcceleratorConfig,
     initialize_jax,
 )
-from fairlead_tpu_executor._environment import host_environment, megascale_port
+from fairlead_tpu_executor._environment import host_environment
 from fairlead_tpu_executor._reservation import Lease
 
 HOSTS = ("n0", "n1"), ("10.0.0.1", "10.0.0.2")
@@ -102,17 +103,20 @@ def test_other_hosts():
     ]
 
 
-def test_megascale_port():
+def test_megascale_port(monkeypatch):
     """The port is the configuration's, else COORD_PORT of the user's variables, else of the driver, else 8081."""
     config = TpuAcceleratorConfig("v4-16", 2)
     user = config.with_environment_variables(COORD_PORT="9001")
-    assert megascale_port(config, {}) == 8081
-    assert megascale_port(config, {"COORD_PORT": "9000"}) == 9000
-    assert megascale_port(user, {"COORD_PORT": "9000"}) == 9001
-    assert megascale_port(TpuAcceleratorConfig("v4-16", 2, megascale_port=9002), {"COORD_PORT": "9000"}) == 9002
+    monkeypatch.delenv("COORD_PORT", raising=False)
+    assert environment(config, 2)["MEGASCALE_PORT"] == "8081"
+    monkeypatch.setenv("COORD_PORT", "9000")
+    assert environment(config, 2)["MEGASCALE_PORT"] == "9000"
+    assert environment(user, 2)["MEGASCALE_PORT"] == "9001"
+    assert environment(TpuAcceleratorConfig("v4-16", 2, megascale_port=9002), 2)["MEGASCALE_PORT"] == "9002"
     for wrong in ("x", "0", "65536", "-1"):
+        monkeypatch.setenv("COORD_PORT", wrong)
         with pytest.raises(ValueError, match="COORD_PORT"):
-            megascale_port(config, {"COORD_PORT": wrong})
+            SlicePool(config).run(lambda: None)
 
 
 def test_jax_outside_of_a_run(monkeypatch):

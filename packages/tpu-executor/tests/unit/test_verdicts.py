@@ -29,7 +29,6 @@ from fairlead_tpu_executor import (
 from fairlead_tpu_executor._verdicts import (
     STARTUP_FAILURES,
     HostError,
-    NodeLostError,
     judge,
     judge_one,
 )
@@ -69,7 +68,6 @@ class InitFailed(ActorDiedError):
         (Preempted(), "preempted"),
         (raised(Preempted()), "preempted"),
         (NodeDiedError("x"), "preempted"),
-        (NodeLostError("x"), "preempted"),
         (TaskPlacementGroupRemoved(), "preempted"),
         (OwnerDiedError("0" * 56, b"", ""), "error"),
         (ObjectLostError("0" * 56, b"", ""), "error"),
