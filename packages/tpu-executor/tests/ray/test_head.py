@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fairlead_placement import HeadTimeoutError
+from fairlead_placement import HeadTimeoutError, extension
 from fairlead_placement.testing import assert_no_leaks
 from fairlead_tpu_executor import RayExecutor, SlicePool, TpuAcceleratorConfig, device_remote
 from fairlead_tpu_executor import _attempt as attempt
@@ -29,11 +29,9 @@ def impatient(monkeypatch):
     """Return a function after which everything waits two seconds for a silent head, and not half a minute."""
 
     def shorten():
-        deadline = attempt.extension.head_deadline
+        deadline = extension.head_deadline
         monkeypatch.setattr(attempt, "SILENT_S", 2.0)
-        monkeypatch.setattr(
-            attempt.extension, "head_deadline", lambda timeout_s=2.0: deadline(min(2.0, timeout_s or 2.0))
-        )
+        monkeypatch.setattr(extension, "head_deadline", lambda timeout_s=2.0: deadline(min(2.0, timeout_s or 2.0)))
 
     return shorten
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from fairlead_placement import extension
 from fairlead_tpu_executor import (
     InsufficientSlicesError,
     JobPreempted,
@@ -220,7 +221,7 @@ def wanted():
 def test_request_to_an_autoscaler(slices, spare, monkeypatch, eventually):
     """The pool requests all slices that it does not hold, holds no free one meanwhile, and takes those that come."""
     # There is no autoscaler on this machine; Ray's own for tests would end every other Ray.
-    monkeypatch.setattr(reservation.extension, "autoscaler_is_there", lambda: True)
+    monkeypatch.setattr(extension, "autoscaler_is_there", lambda: True)
     names = [spare()]
     run = Run(RayExecutor.autoscale_execute, lambda: os.environ["TPU_SLICE_NAME"], TpuAcceleratorConfig(KIND, 2))
     assert eventually(lambda: wanted() == [2.0], 120), wanted()
@@ -237,7 +238,7 @@ def test_request_to_an_autoscaler(slices, spare, monkeypatch, eventually):
 
 def test_no_answer_of_an_autoscaler(slices, spare, monkeypatch):
     """When the scale timeout ends, so does the request; a smaller allowed number of slices is accepted."""
-    monkeypatch.setattr(reservation.extension, "autoscaler_is_there", lambda: True)
+    monkeypatch.setattr(extension, "autoscaler_is_there", lambda: True)
     with pytest.raises(InsufficientSlicesError, match="there are no others"):
         RayExecutor.execute(lambda: None, TpuAcceleratorConfig(KIND, scale_timeout_s=1))
     name = spare()
