@@ -103,7 +103,6 @@ def _retry_rows() -> Iterator[Row]:
             began = time.time()
             with SlicePool("v4-16") as pool:
                 nodes = pool.run(fail_once, str(path))
-                assert pool.statistics().reservations == 1
                 assert nodes == list(pool.slices[0].node_ids)
             first, second = ([float(line.split()[at]) for line in _read_files(path)] for at in (0, 1))
             firsts.append(max(first) - began)

@@ -30,7 +30,7 @@ def configure() -> list[tpu.AcceleratorConfigType]:
     slices = tpu.TpuAcceleratorConfig("v4-16", [1, 2], topology="2x2x2", chips_per_vm=4, megascale_port=8081)
     assert_type(slices.with_environment_variables({"A": "1"}, B="2"), tpu.TpuAcceleratorConfig)
     gpu = tpu.GpuAcceleratorConfig(2, "H100", 4, 3, execution_env={"env_vars": {"A": "1"}}, max_retries_failure=3)
-    cpu = tpu.CpuAcceleratorConfig(core_count=2, worker_count=3, queue_timeout_s=None)
+    cpu = tpu.CpuAcceleratorConfig(core_count=2, worker_count=3, replace_timeout_s=60)
     names = tpu.ENV_CALL_INDEX, tpu.ENV_CALL_SLICE, tpu.ENV_PROCESS_INDEX, tpu.ENV_PROCESS_COUNT
     assert_type(names, tuple[str, str, str, str])
     assert_type((tpu.ENV_JOB_COORDINATOR_ADDRESS, tpu.MEGASCALE_DEFAULT_PORT), tuple[str, int])
@@ -44,7 +44,6 @@ def run(config: tpu.AcceleratorConfigType) -> None:
     assert_type(pool.run(train, "path", steps=2), list[Any])
     assert_type(pool.run(remote_train, "path"), list[Any])
     assert_type((pool.slices, pool.slots()), tuple[tuple[tpu.SliceInfo, ...], tuple[Slot, ...]])
-    assert_type(pool.statistics(), tpu.PoolStatistics)
     pool.run("train")  # type: ignore[arg-type]
     assert_type(tpu.initialize_jax(timeout_s=60, local_device_ids=[0]), None)
     with testing.PretendSlices() as slices:
@@ -96,5 +95,5 @@ def read_errors(error: tpu.TpuExecutorError) -> None:
             assert_type((error.preemptions, error.limit), tuple[int, int])
         case tpu.SliceLostError():
             assert_type(error.slices, tuple[str, ...])
-        case tpu.JaxUnavailableError() | tpu.PoolBusyError():
+        case tpu.JaxUnavailableError() | tpu.OpenInstancesError():
             assert_type(error.args, tuple[Any, ...])

@@ -37,6 +37,7 @@ from ._ray_private import (
 )
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
+from ._reserve.groups import create_groups
 from ._reserve.groups import remove as remove_placement_groups
 from ._reserve.slots import number_slots
 from ._show import Waiting
@@ -63,6 +64,7 @@ __all__ = [
     "collect",
     "connection",
     "count_bundles",
+    "create_groups",
     "drain_deadlines",
     "draining_nodes",
     "find_boards",

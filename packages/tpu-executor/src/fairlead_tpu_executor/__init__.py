@@ -1,16 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions and classes on TPU slices, from a pool that survives preemption.
-
-It also works on hosts with CPUs or GPUs:
-
->>> import ray
->>> from fairlead_tpu_executor import CpuAcceleratorConfig, SlicePool
->>> _ = ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error")
->>> with SlicePool(CpuAcceleratorConfig(core_count=1, worker_count=2)) as pool:
-...     pool.run(lambda x: x + 1, 41)
-[42, 42]
->>> ray.shutdown()
-"""
+"""Functions and classes on TPU slices, from a pool that survives preemption; also on hosts with CPUs or GPUs."""
 
 from ._classic import (
     RayExecutor,
@@ -36,16 +25,15 @@ from ._environment import (
     ENV_JOB_COORDINATOR_ADDRESS,
     ENV_PROCESS_COUNT,
     ENV_PROCESS_INDEX,
+    initialize_jax,
 )
-from ._jax import initialize_jax
-from ._pool import PoolStatistics, SlicePool
+from ._pool import SlicePool
 from ._slices import SliceInfo
 from ._verdicts import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded, handle_ray_error
 from .exceptions import (
     InsufficientSlicesError,
     JaxUnavailableError,
     OpenInstancesError,
-    PoolBusyError,
     PreemptionLimitError,
     SliceLostError,
     TpuExecutorError,
@@ -75,8 +63,6 @@ __all__ = [
     "JobSucceeded",
     "MEGASCALE_DEFAULT_PORT",
     "OpenInstancesError",
-    "PoolBusyError",
-    "PoolStatistics",
     "PreemptionLimitError",
     "RayExecutor",
     "SliceInfo",

@@ -12,8 +12,7 @@ from rich.text import Text
 
 from fairlead_placement import Node, ResourceHolder, extension
 
-from ._slices import TOPOLOGY, TYPE, SliceInfo, assess_slices
-from ._types import canonical_name, tpu_type
+from ._slices import TOPOLOGY, TYPE, SliceInfo, assess_slices, canonical_name, tpu_type
 
 _EPILOG = """\
 exit status:
@@ -48,7 +47,7 @@ def slice_rows(nodes: Sequence[Node], holders: Sequence[ResourceHolder]) -> list
         members = [node for node in nodes if canonical_name(node.labels.get(TYPE, "")) == kind]
         per_vm = int(max(node.total.get("TPU", 0) for node in members))
         wanted = None
-        for chips in (None, per_vm):
+        for chips in (None, per_vm):  # of a usual host, or of these
             with contextlib.suppress(ValueError):
                 wanted = tpu_type(kind, chips_per_vm=chips)
         if wanted is None:

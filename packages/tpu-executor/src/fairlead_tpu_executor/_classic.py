@@ -14,15 +14,15 @@ from fairlead_placement import extension
 
 from . import _host
 from ._config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
-from ._pool import ClosesOnExit, SlicePool, arrange
+from ._pool import ClosesOnExit, SlicePool
 from ._ray_private import unwrap_remote
-from ._slices import SliceInfo, find_type
-from ._types import GENERATIONS, canonical_name
+from ._slices import GENERATIONS, SliceInfo, canonical_name, find_type
 from ._verdicts import JobStatus
 from ._work import Function, check_call, check_method, take_options
 
 _Once = Callable[[Function], Callable[..., JobStatus]]
 _UntilItSucceeds = Callable[[Function], Callable[..., list[Any]]]
+_Env = Mapping[str, Any] | None
 _BUDGETS = ("max_retries_preemption", "max_retries_failure")
 # The managers run a function once unless their options say otherwise.
 _ONCE = dict.fromkeys(_BUDGETS, 0)
@@ -133,11 +133,7 @@ def _decorate(
 
 
 def resolve_maybe_refs(items: Any) -> Any:
-    """Return the values of a list of references, or of one reference; anything else, such as a mixed list, as it is.
-
-    >>> resolve_maybe_refs([1, 2])
-    [1, 2]
-    """
+    """Return the values of a list of references, or of one reference; anything else, such as a mixed list, as it is."""
     if isinstance(items, ray.ObjectRef):
         return ray.get(items)
     if isinstance(items, list | tuple) and items and all(isinstance(item, ray.ObjectRef) for item in items):
@@ -147,9 +143,14 @@ def resolve_maybe_refs(items: Any) -> Any:
 
 def _as_texts(env: Mapping[str, Any] | None) -> dict[str, str]:
     """Return environment variables with their values as text, without those that are None."""
-    if not isinstance(env, Mapping | None):
-        raise TypeError(f"Environment variables must be a dict, got {env!r}.")
-    return {str(name): str(value) for name, value in (env or {}).items() if value is not None}
+    return {str(name): str(value) for name, value in dict(env or {}).items() if value is not None}
+
+
+def _reconfigure(pool: SlicePool, **options: Any) -> SlicePool:
+    """Return a pool on the same slices, with other options for a call."""
+    pool = copy.copy(pool)
+    pool.config = replace(pool.config, **options)
+    return pool
 
 
 class TpuRemoteManager(ClosesOnExit):
@@ -168,7 +169,7 @@ class TpuRemoteManager(ClosesOnExit):
         options: the further arguments of `TpuAcceleratorConfig`, such as `max_retries_failure`, which is 0 here.
 
     Raises:
-        TypeError, ValueError: the configuration raises them.
+        TypeError, ValueError: the configuration raises them; for a generation, at the first use.
     """
 
     def __init__(
@@ -181,32 +182,29 @@ class TpuRemoteManager(ClosesOnExit):
         coord_port: int | str | None = MEGASCALE_DEFAULT_PORT,
         **options: Any,
     ) -> None:
-        pod_count = int(pod_count) if isinstance(pod_count, str) else pod_count
-        coord_port = None if coord_port is None else int(coord_port)
-        # A topology or a number of chips cannot be checked without a size.
-        self._has_type = bool({"topology", "chips_per_vm"} & options.keys())
-        self._has_type |= canonical_name(str(tpu_version)) not in GENERATIONS
-        self._config = TpuAcceleratorConfig(
-            tpu_version if self._has_type else f"{tpu_version}-8",
-            pod_count,
-            execution_env=runtime_env or {},
-            megascale_port=coord_port,
-            **{**_ONCE, **options},
-        ).with_environment_variables(_as_texts(base_env))
         self.tpu_version: str = tpu_version
-        self.pod_count: int | Sequence[int] = pod_count
+        self.pod_count: int | Sequence[int] = int(pod_count) if isinstance(pod_count, str) else pod_count
         self.base_env: dict[str, Any] = dict(base_env or {})
         self.runtime_env: dict[str, Any] = dict(runtime_env or {})
-        self.coord_port: int | None = coord_port
+        self.coord_port: int | None = None if coord_port is None else int(coord_port)
+        self._options = {**_ONCE, **options}
+        if canonical_name(str(tpu_version)) not in GENERATIONS:
+            self._make_config(tpu_version)
+
+    def _make_config(self, kind: str) -> TpuAcceleratorConfig:
+        options = {"execution_env": self.runtime_env, "megascale_port": self.coord_port, **self._options}
+        return TpuAcceleratorConfig(kind, self.pod_count, **options).with_environment_variables(
+            _as_texts(self.base_env)
+        )
 
     @functools.cached_property
     def pool(self) -> SlicePool:
         """The slices. ValueError if `tpu_version` is a generation and the cluster has not just one type of it."""
-        config = replace(self._config, flatten=False)  # The calls arrange the results.
-        if not self._has_type:
+        kind = self.tpu_version
+        if canonical_name(kind) in GENERATIONS:
             with extension.head_deadline():
-                config = replace(config, tpu_version=find_type(extension.read_nodes(), self.tpu_version))
-        return SlicePool(config)
+                kind = find_type(extension.read_nodes(), kind)
+        return SlicePool(self._make_config(kind))
 
     def ensure(self) -> Self:
         """Reserve healthy slices, and replace lost ones. Raises the errors of `pool` and of `SlicePool.reserve`."""
@@ -221,7 +219,7 @@ class TpuRemoteManager(ClosesOnExit):
         default options a `PreemptionLimitError` if a slice was lost.
         """
         options = take_options(fn, _given(flatten=flatten), kwargs)
-        return arrange(self.pool.run(fn, *args, **kwargs), options.get("flatten", self._config.flatten))
+        return _reconfigure(self.pool, **options).run(fn, *args, **kwargs)
 
     def run_class_method(
         self,
@@ -239,7 +237,7 @@ class TpuRemoteManager(ClosesOnExit):
         check_method(cls_obj, method_name, call_args, call_kwargs)
         function = functools.partial(_host.call_method, cls_obj, tuple(init_args), dict(init_kwargs), method_name)
         function.__name__ = f"{cls_obj.__name__}.{method_name}"  # type: ignore[attr-defined]
-        return arrange(self.pool.run(function, *call_args, **call_kwargs), options.get("flatten", self._config.flatten))
+        return _reconfigure(self.pool, **options).run(function, *call_args, **call_kwargs)
 
     def close(self) -> bool:
         """Give everything back. Can be repeated; the next call reserves again."""
@@ -260,19 +258,15 @@ class SlicePoolManager(ClosesOnExit):
         tpu_type: the type of the slices.
         options: the further arguments of `TpuAcceleratorConfig`, except `flatten`.
 
-    Raises:
-        TypeError, ValueError: the configuration raises them.
-
     Attributes:
         pool: the slices, as a `SlicePool`.
+
+    Raises:
+        TypeError, ValueError: the configuration raises them.
     """
 
     def __init__(self, tpu_type: str, **options: Any) -> None:
-        if "flatten" in options:
-            raise TypeError(
-                "SlicePoolManager has no flatten: execute_on_each_host returns one list per slice, and "
-                "execute_on_each_host_flat one list of all."
-            )
+        # A `flatten` is a TypeError: `execute_on_each_host` and `execute_on_each_host_flat` stand for both values.
         self.pool: SlicePool = SlicePool(tpu_type, **{**_ONCE, **options}, flatten=False)
 
     def scale_multislice(self, num_slices: int | Sequence[int]) -> None:
@@ -288,53 +282,37 @@ class SlicePoolManager(ClosesOnExit):
         return list(self.pool.slices)
 
     def execute_on_each_slice(
-        self,
-        remote_fn: Function,
-        env: Mapping[str, Any] | None = None,
-        runtime_env: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, remote_fn: Function, env: _Env = None, runtime_env: _Env = None, **kwargs: Any
     ) -> list[Any]:
         """Call a function on worker 0 of each slice; return one result per slice."""
-        pool = self._with_options(remote_fn, kwargs, env=env, runtime_env=runtime_env)
-        return arrange(pool.run_on_first_hosts(remote_fn, **kwargs), True)
+        return self._for_call(remote_fn, kwargs, True, env, runtime_env).run_on_first_hosts(remote_fn, **kwargs)
 
-    def execute_on_each_host(
-        self, fn: Function, *args: Any, env: Mapping[str, Any] | None = None, **kwargs: Any
-    ) -> list[list[Any]]:
+    def execute_on_each_host(self, fn: Function, *args: Any, env: _Env = None, **kwargs: Any) -> list[list[Any]]:
         """Call a function on every host; return one list of results per slice."""
-        return self._with_options(fn, kwargs, env=env).run(fn, *args, **kwargs)
+        return self._for_call(fn, kwargs, False, env).run(fn, *args, **kwargs)
 
     def execute_on_each_host_flat(
-        self,
-        remote_fn: Function,
-        env: Mapping[str, Any] | None = None,
-        runtime_env: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, remote_fn: Function, env: _Env = None, runtime_env: _Env = None, **kwargs: Any
     ) -> list[Any]:
         """Call a function on every host; return one list of results."""
-        pool = self._with_options(remote_fn, kwargs, env=env, runtime_env=runtime_env)
-        return arrange(pool.run(remote_fn, **kwargs), True)
+        return self._for_call(remote_fn, kwargs, True, env, runtime_env).run(remote_fn, **kwargs)
 
     def schedule_on_each_host(
-        self,
-        remote_fn: Function,
-        env: Mapping[str, Any] | None = None,
-        runtime_env: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, remote_fn: Function, env: _Env = None, runtime_env: _Env = None, **kwargs: Any
     ) -> list[Any]:
         """Start a function on every host; return one list of references. Raises the errors of `SlicePool.submit`."""
-        pool = self._with_options(remote_fn, kwargs, env=env, runtime_env=runtime_env)
-        return arrange(pool.submit(remote_fn, **kwargs), True)
+        pool = self._for_call(remote_fn, kwargs, True, env, runtime_env)
+        return [ref for of_slice in pool.submit(remote_fn, **kwargs) for ref in of_slice]
 
-    def _with_options(self, function: Function, kwargs: dict[str, Any], **options: Any) -> SlicePool:
-        """Return the pool for one call: the same slices, with the variables and the runtime_env of the call."""
-        given = take_options(function, _given(**options), kwargs)
-        runtime_env = dict(given.get("runtime_env", {}))
-        env = {**(runtime_env.pop("env_vars", None) or {}), **_as_texts(given.get("env"))}
-        pool = copy.copy(self.pool)
-        pool.config = replace(pool.config, execution_env={**pool.config.execution_env, **runtime_env})
-        pool.config = pool.config.with_environment_variables(env)
-        return pool
+    def _for_call(
+        self, function: Function, kwargs: dict[str, Any], flatten: bool, env: _Env, runtime_env: _Env = None
+    ) -> SlicePool:
+        """Return the pool with the variables and the runtime_env of one call."""
+        given = take_options(function, _given(env=env, runtime_env=runtime_env), kwargs)
+        own = dict(given.get("runtime_env", {}))
+        env_vars = {**self.pool.config.env_vars, **(own.get("env_vars") or {}), **_as_texts(given.get("env"))}
+        execution_env = {**self.pool.config.execution_env, **own, "env_vars": env_vars}
+        return _reconfigure(self.pool, execution_env=execution_env, flatten=flatten)
 
     def drain_actor_pool(self) -> None:
         """Give all slices back. Can be repeated; the next use reserves again."""

@@ -8,11 +8,11 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar, Self
 
 import ray.util.accelerators
+from ray.runtime_env import RuntimeEnv
 
-from fairlead_placement import Node
+from fairlead_placement import Node, extension
 
-from ._slices import SliceInfo, assess_slices, find_room
-from ._types import TpuType, tpu_type
+from ._slices import SliceInfo, TpuType, assess_slices, find_room, tpu_type
 
 MEGASCALE_DEFAULT_PORT: int = 8081
 # Ray's names of accelerators, by their names in lower case.
@@ -26,7 +26,6 @@ class _RunOptions:
     execution_env: Mapping[str, Any] = field(default_factory=dict, hash=False)
     scale_timeout_s: float = 600.0
     replace_timeout_s: float = 86_400.0
-    queue_timeout_s: float | None = None
     grace_s: float = 2.0
     flatten: bool = True
     max_retries_preemption: int = 1_000_000
@@ -35,10 +34,8 @@ class _RunOptions:
     def __post_init__(self) -> None:
         _check_int("max_retries_preemption", self.max_retries_preemption, 0)
         _check_int("max_retries_failure", self.max_retries_failure, 0)
-        for name in ("scale_timeout_s", "replace_timeout_s", "queue_timeout_s", "grace_s"):
+        for name in ("scale_timeout_s", "replace_timeout_s", "grace_s"):
             value = getattr(self, name)
-            if value is None and name == "queue_timeout_s":
-                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} must be a number of seconds, got {value!r}.")
             if not 0 <= value < math.inf:
@@ -46,34 +43,15 @@ class _RunOptions:
         if not isinstance(self.execution_env or {}, Mapping):
             raise TypeError(f"execution_env must be a runtime_env, which is a dict, got {self.execution_env!r}.")
         object.__setattr__(self, "execution_env", dict(self.execution_env or {}))
-        for name, value in self.env_vars.items():
-            if not isinstance(name, str) or not isinstance(value, str):
-                raise TypeError(
-                    f"execution_env['env_vars'] must map names to strings, got {name!r}: {value!r} "
-                    f"({type(value).__name__}). Convert it: str(...)."
-                )
-            if not name or "=" in name or "\0" in name + value:
-                raise ValueError(f"execution_env['env_vars'] has {name!r}, which cannot be an environment variable.")
+        RuntimeEnv(env_vars=self.env_vars)  # Ray's check of the variables
 
     @property
     def env_vars(self) -> Mapping[str, str]:
         """The variables in `execution_env`."""
-        variables = self.execution_env.get("env_vars") or {}
-        if not isinstance(variables, Mapping):
-            raise TypeError(f"execution_env['env_vars'] must be a dict, got {variables!r}.")
-        return variables
-
-    @property
-    def runtime_env(self) -> dict[str, Any]:
-        """`execution_env` without its variables, which reach the function in another way."""
-        return {name: value for name, value in self.execution_env.items() if name != "env_vars"}
+        return self.execution_env.get("env_vars") or {}
 
     def with_environment_variables(self, env_vars: Mapping[str, str] | None = None, /, **more: str) -> Self:
-        """Return a copy with further variables, which override the present ones. Raises like the class.
-
-        >>> CpuAcceleratorConfig().with_environment_variables({"A": "1"}, B="2").env_vars
-        {'A': '1', 'B': '2'}
-        """
+        """Return a copy with further variables, which override the present ones. Raises like the class."""
         merged = {**self.env_vars, **(env_vars or {}), **more}
         return dataclasses.replace(self, execution_env={**self.execution_env, "env_vars": merged})
 
@@ -89,10 +67,8 @@ class TpuAcceleratorConfig(_RunOptions):
         chips_per_vm: the number of chips of each host; None for the usual number of the type.
         execution_env: a Ray runtime_env; its `env_vars` are set before any of your modules is imported.
         cpu_count: the number of CPUs to reserve on each host.
-        resources: further resources to reserve on each host, such as `{"memory": 2e9}` (bytes).
         scale_timeout_s: seconds to wait for the first slices, and for the largest allowed number of them.
         replace_timeout_s: seconds to wait for the replacement of a lost slice, while the healthy slices stay reserved.
-        queue_timeout_s: seconds that a run waits for the previous run in its pool; None for no limit, 0 for no wait.
         grace_s: seconds to wait after a first error for a preemption that explains it.
         flatten: return one list of results instead of one list per slice.
         max_retries_preemption: how often to repeat a run after slices were lost.
@@ -108,9 +84,6 @@ class TpuAcceleratorConfig(_RunOptions):
     Raises:
         TypeError: an option does not exist or is given by two names, or a value has a wrong type.
         ValueError: a type, a topology or a number does not exist.
-
-    >>> TpuAcceleratorConfig("v4-16", pod_count=2).hosts_per_slice
-    2
     """
 
     tpu_version: str = "v4-16"
@@ -118,7 +91,6 @@ class TpuAcceleratorConfig(_RunOptions):
     topology: str | None = field(default=None, kw_only=True)
     chips_per_vm: int | None = field(default=None, kw_only=True)
     cpu_count: int = field(default=2, kw_only=True)
-    resources: Mapping[str, float] | None = field(default=None, kw_only=True, hash=False)
     megascale_port: int | None = field(default=None, kw_only=True)
     lock_files: tuple[str, ...] = field(default=("/tmp/libtpu_lockfile",), kw_only=True)
     slice_type: TpuType = field(init=False, repr=False, compare=False)
@@ -133,11 +105,6 @@ class TpuAcceleratorConfig(_RunOptions):
         object.__setattr__(self, "pod_count", _normalize_sizes(self.pod_count))
         object.__setattr__(self, "lock_files", tuple(self.lock_files))
         _check_int("cpu_count", self.cpu_count, 1)
-        for name, amount in (self.resources or {}).items():
-            if name in ("CPU", "TPU", "GPU") or name.endswith("-head"):
-                raise ValueError(f"resources cannot contain {name!r}: cpu_count and the type of the slice set it.")
-            if not amount > 0:
-                raise ValueError(f"resources must be above 0, got {name!r}: {amount!r}.")
         if self.megascale_port is not None and not 1 <= self.megascale_port <= 65535:
             raise ValueError(f"megascale_port must be a port, 1 to 65535, got {self.megascale_port!r}.")
 
@@ -147,18 +114,21 @@ class TpuAcceleratorConfig(_RunOptions):
         return self.slice_type.name
 
     @property
-    def hosts_per_slice(self) -> int:
-        """The number of hosts of each slice."""
-        return self.slice_type.hosts
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """The allowed numbers of slices, ascending."""
         return (self.pod_count,) if isinstance(self.pod_count, int) else tuple(self.pod_count)
 
     def find(self, nodes: Sequence[Node]) -> dict[str, SliceInfo | str]:
-        """Return the slices among nodes, or what is wrong with them, in the order of their names."""
-        return {name: place for name, (place, _) in assess_slices(nodes, self.slice_type).items()}
+        """Return the free slices among nodes, or why they are not free, in the order of their names."""
+        places = {name: place for name, (place, _) in assess_slices(nodes, self.slice_type).items()}
+        free = {node.node_id: node.free for node in nodes}
+        for name, place in places.items():
+            if isinstance(place, SliceInfo):
+                bundles = [(self.bundle(place, worker), node_id) for worker, node_id in enumerate(place.node_ids)]
+                room = [extension.count_bundles(bundle, free[node_id]) for bundle, node_id in bundles]
+                if busy := ", ".join(str(worker) for worker, count in enumerate(room) if not count):
+                    places[name] = f"somebody else uses worker {busy}"
+        return places
 
     def bundle(self, place: SliceInfo | None, worker: int) -> dict[str, float]:
         """Return what to reserve on a host of a slice: all its chips and, on worker 0, the lock of the slice.
@@ -166,7 +136,7 @@ class TpuAcceleratorConfig(_RunOptions):
         None stands for any slice of this type.
         """
         head = f"TPU-{self.kind}-head" if place is None else place.head_resource
-        return {**self.request(place), **(self.resources or {}), **({head: 1.0} if worker == 0 and head else {})}
+        return {**self.request(place), **({head: 1.0} if worker == 0 and head else {})}
 
     def request(self, place: SliceInfo | None) -> dict[str, float]:
         """Return what a process requests of its bundle."""
@@ -187,11 +157,6 @@ class _WorkersConfig(_RunOptions):
         super().__post_init__()
         for name in (*self._requested.values(), "worker_count"):
             _check_int(name, getattr(self, name), 1)
-
-    @property
-    def hosts_per_slice(self) -> int:
-        """The number of workers."""
-        return self.worker_count
 
     def find(self, nodes: Sequence[Node]) -> dict[str, SliceInfo | str]:
         """Return room for all workers on nodes, or what is lacking."""
@@ -219,9 +184,6 @@ class GpuAcceleratorConfig(_WorkersConfig):
         type: another name of `gpu_model`.
 
     The other arguments and the exceptions are those of `TpuAcceleratorConfig`.
-
-    >>> GpuAcceleratorConfig(2, worker_count=4).hosts_per_slice
-    4
     """
 
     device_count: int = 1
@@ -257,9 +219,6 @@ class CpuAcceleratorConfig(_WorkersConfig):
         worker_count: the number of workers.
 
     The other arguments and the exceptions are those of `TpuAcceleratorConfig`.
-
-    >>> CpuAcceleratorConfig(core_count=2, worker_count=3).hosts_per_slice
-    3
     """
 
     core_count: int = 1

@@ -20,8 +20,8 @@ from .exceptions import OpenInstancesError
 class _OnDevices(ClosesOnExit):
     """A function or a class with its slices (`pool`), which are taken on first use and kept until `close()`."""
 
-    def __init__(self, target: Any, config: AcceleratorConfigType, *, of_class: bool) -> None:
-        self._plain = inspect_work(target, of_class=of_class).function
+    def __init__(self, target: Any, config: AcceleratorConfigType) -> None:
+        self._plain = inspect_work(target, of_class=isinstance(self, DeviceClass)).function
         self.target = target
         self.pool: SlicePool = SlicePool(config)
         wrapper: Any = self
@@ -33,14 +33,17 @@ class _OnDevices(ClosesOnExit):
 
 
 class DeviceFunction(_OnDevices):
-    """A function that runs on every host, each time in a new process. Both calls raise the errors of `submit`."""
+    """A function that runs on every host, each time in a new process."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run the function once, and return its results in the order of the hosts; raise its exception or Ray's."""
-        return self.pool.get(self.pool.submit(self.target, *args, **kwargs))
+        """Run the function once, and return its results in the order of the hosts. Raises the errors of `run`."""
+        return self.pool.run(self.target, *args, **kwargs)
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Start the function, and return references in the order of the hosts. Calls on one host run one by one."""
+        """Start the function, and return references in the order of the hosts. Calls on one host run one by one.
+
+        Raises the errors of `SlicePool.submit`.
+        """
         return arrange(self.pool.submit(self.target, *args, **kwargs), self.pool.config.flatten)
 
 
@@ -48,10 +51,6 @@ class DeviceClass(_OnDevices):
     """A class with an instance on every host, which keeps its state until it is closed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> "DeviceInstances":
-        """Make the instances, like `remote`. Closing them also gives the slices back."""
-        return replace(self.remote(*args, **kwargs), _give_back=self.close)
-
-    def remote(self, *args: Any, **kwargs: Any) -> "DeviceInstances":
         """Make the instances. There is one set of them at a time: close the previous one first.
 
         Raises:
@@ -64,6 +63,8 @@ class DeviceClass(_OnDevices):
         except ResourceInsufficientError as error:
             raise OpenInstancesError(self.__name__) from error  # type: ignore[attr-defined]
         return DeviceInstances(self._plain, actors, claim, self.pool)
+
+    remote = __call__
 
 
 @dataclass(eq=False, repr=False)
@@ -78,29 +79,26 @@ class DeviceInstances(ClosesOnExit):
     _actors: list[list[Any]]
     _claim: extension.SlotClaim
     _pool: SlicePool
-    _give_back: Callable[[], object] | None = None
     _made_on: object = field(default_factory=extension.connection)
+    _is_open: bool = True
 
     def __getattr__(self, method: str) -> "_Method":
         # A copy in the making does not have its own attributes yet, and those are not methods of the user's class.
         if method.startswith("_") or not callable(getattr(self._cls, method, None)):
             raise AttributeError(f"The class on the devices has no public method {method!r}.")
-        return _Method(self._cls, self._actors, method, self._pool)
+        return _Method(self._cls, self._actors, method, self._pool.config.flatten)
 
     def close(self) -> None:
-        """End the instances. Can be repeated.
-
-        Instances that were made by a call of the class give its slices back. After `remote` the slices stay with the
-        class until the class is closed.
-        """
+        """End the instances, and give their slices back. Can be repeated."""
+        if not self._is_open:
+            return
+        self._is_open = False
         # If Ray has ended, so have they, and `ray.kill` would start another Ray.
         if self._made_on == extension.connection():
             for actor in [actor for of_slice in self._actors for actor in of_slice]:
                 ray.kill(actor)
         self._claim.release()
-        if self._give_back is not None:
-            give_back, self._give_back = self._give_back, None
-            give_back()
+        self._pool.close()
 
 
 @dataclass(frozen=True)
@@ -110,15 +108,15 @@ class _Method:
     _cls: Any
     _actors: list[list[Any]]
     _method: str
-    _pool: SlicePool
+    _flatten: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method on every instance, and return its results in the order of the hosts."""
-        return self._pool.get(self._start(args, kwargs))
+        return arrange([ray.get(of_slice) for of_slice in self._start(args, kwargs)], self._flatten)
 
     def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method on every instance, and return references in the order of the hosts."""
-        return arrange(self._start(args, kwargs), self._pool.config.flatten)
+        return arrange(self._start(args, kwargs), self._flatten)
 
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
         check_method(self._cls, self._method, args, kwargs)
@@ -142,26 +140,21 @@ def device_remote(
 
     Args:
         misplaced: nothing is passed by position.
-        accelerator_config: what to run on.
+        accelerator_config: what to run on. Its budgets for retries do not apply, because each call runs once.
         flatten: return one list of values or references instead of one list per slice.
 
     Raises:
         TypeError, ValueError: here or by the decorator: the target cannot be run. Nothing is reserved before its use.
-
-    >>> from fairlead_tpu_executor import CpuAcceleratorConfig
-    >>> device_remote(accelerator_config=CpuAcceleratorConfig(worker_count=2))(lambda steps: steps).pool
-    SlicePool(1 x cpu, 0 held)
     """
     if misplaced or accelerator_config is None:
         raise TypeError(
             "The decorator needs what to run on, by keyword: "
             "@device_remote(accelerator_config=TpuAcceleratorConfig('v4-16'))."
         )
-    config = replace(accelerator_config, flatten=flatten)
+    config = replace(accelerator_config, flatten=flatten, max_retries_failure=0, max_retries_preemption=0)
 
     def decorate(target: Any) -> Any:
-        of_class = isinstance(unwrap_remote(target)[0], type)
-        return (DeviceClass if of_class else DeviceFunction)(target, config, of_class=of_class)
+        return (DeviceClass if isinstance(unwrap_remote(target)[0], type) else DeviceFunction)(target, config)
 
     return decorate
 

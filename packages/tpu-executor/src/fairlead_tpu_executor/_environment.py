@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variables of each host, and the hosts as slots for worker groups.
+"""The variables of each host, the hosts as slots for worker groups, and JAX over all hosts.
 
 Our variables override the user's, and these override the node's.
 """
 
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ray.util.tpu import get_tpu_coordinator_env_vars
 
 from fairlead_placement import Slot, extension
 
-from ._config import AcceleratorConfigType, TpuAcceleratorConfig
-from ._leases import Held
+from ._config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
+from ._reservation import Lease
+from .exceptions import JaxUnavailableError
 
 ENV_CALL_INDEX: str = "EXECUTOR_CALL_INDEX"
 ENV_CALL_SLICE: str = "EXECUTOR_CALL_SLICE"
@@ -20,29 +24,24 @@ ENV_CALL_SLICE: str = "EXECUTOR_CALL_SLICE"
 ENV_JOB_COORDINATOR_ADDRESS: str = "EXECUTOR_JOB_COORDINATOR_ADDRESS"
 ENV_PROCESS_COUNT: str = "EXECUTOR_PROCESS_COUNT"
 ENV_PROCESS_INDEX: str = "EXECUTOR_PROCESS_INDEX"
+_NEEDED = (ENV_JOB_COORDINATOR_ADDRESS, ENV_PROCESS_COUNT, ENV_PROCESS_INDEX)
 # With one slice none of these may be set, not even by the node: libtpu would wait for other slices.
-_MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")
-# The loader and the interpreter read these before any of our code runs, so they need a new process.
-_STARTUP_PREFIXES = ("LD_", "PYTHON")
+MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")
 
 
-def split_startup_variables(env_vars: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that a running process can set, and those that take effect only in a new process."""
-    startup = {name: value for name, value in env_vars.items() if name.startswith(_STARTUP_PREFIXES)}
-    return {name: value for name, value in env_vars.items() if name not in startup}, startup
-
-
-def host_environment(config: AcceleratorConfigType, held: Held, number: int, worker: int) -> dict[str, str | None]:
-    """Return the variables of a worker of slice `number`, by name; None marks a variable to remove."""
-    place = held.slices[number]
-    ours: dict[str, str | None] = {
+def host_environment(
+    config: AcceleratorConfigType, leases: Sequence[Lease], number: int, worker: int
+) -> dict[str, str]:
+    """Return the variables of a worker of slice `number`, by name."""
+    place = leases[number].slice
+    ours = {
         ENV_CALL_INDEX: str(worker),
         ENV_CALL_SLICE: str(number),
         "EXECUTOR_NUM_HOSTS": str(place.num_hosts),
-        "EXECUTOR_COORDINATOR_ADDRESS": held.leases[number].port.host_port,
-        ENV_JOB_COORDINATOR_ADDRESS: held.leases[0].port.host_port,
-        ENV_PROCESS_COUNT: str(held.first_hosts[-1]),
-        ENV_PROCESS_INDEX: str(held.first_hosts[number] + worker),
+        "EXECUTOR_COORDINATOR_ADDRESS": leases[number].port.host_port,
+        ENV_JOB_COORDINATOR_ADDRESS: leases[0].port.host_port,
+        ENV_PROCESS_COUNT: str(len(leases) * place.num_hosts),  # All slices are of one type.
+        ENV_PROCESS_INDEX: str(number * place.num_hosts + worker),
     }
     if isinstance(config, TpuAcceleratorConfig):
         ours |= {
@@ -50,23 +49,74 @@ def host_environment(config: AcceleratorConfigType, held: Held, number: int, wor
             "TPU_SLICE_NAME": place.slice_name,
             "TPU_NUM_DEVICES": str(place.num_accelerators_per_host),
             "TPU_VERSION": config.tpu_version,
-            "TPU_POD_COUNT": str(len(held.slices)),
-            **dict.fromkeys(_MEGASCALE),
+            "TPU_POD_COUNT": str(len(leases)),
         }
-    if (port := held.megascale) is not None:
-        ours |= get_tpu_coordinator_env_vars(port.host_port, len(held.slices), number, str(port.port))
-    return {**split_startup_variables(config.env_vars)[0], **ours}
+        if len(leases) > 1:
+            first = replace(leases[0].port, port=megascale_port(config))
+            ours |= get_tpu_coordinator_env_vars(first.host_port, len(leases), number, str(first.port))
+    return ours
 
 
-def make_slots(config: AcceleratorConfigType, held: Held, labels: Mapping[str, Mapping[str, str]]) -> tuple[Slot, ...]:
-    """Return every host as a slot with what a process there needs. `labels` are those of each node."""
-    envs = [host_environment(config, held, slot.node_idx, slot.bundle_index) for slot in held.slots]
+def megascale_port(config: AcceleratorConfigType) -> int:
+    """Return the port of the coordinator of several slices: the configuration's, else `COORD_PORT`, else 8081."""
+    if isinstance(config, TpuAcceleratorConfig) and config.megascale_port is not None:
+        return config.megascale_port
+    text = config.env_vars.get("COORD_PORT") or os.environ.get("COORD_PORT") or str(MEGASCALE_DEFAULT_PORT)
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise ValueError(f"COORD_PORT must be a port, 1 to 65535, got {text!r}.")
+    return int(text)
+
+
+def make_slots(config: AcceleratorConfigType, leases: Sequence[Lease]) -> tuple[Slot, ...]:
+    """Return every host as a slot with what a process there needs, in the order of slices and TPU worker ids."""
     return extension.number_slots(
-        replace(
-            slot,
-            labels=labels.get(slot.node_id, {}),
-            worker_resources=config.request(held.slices[slot.node_idx]),
-            env={name: value for name, value in env.items() if value is not None},
+        Slot(
+            placement_group=lease.group,
+            bundle_index=worker,
+            node_idx=number,
+            node_id=lease.slice.node_ids[worker],
+            node_ip=lease.slice.node_ips[worker],
+            node_rank=0,
+            local_rank=0,
+            worker_resources=config.request(lease.slice),
+            env={**config.env_vars, **host_environment(config, leases, number, worker)},
         )
-        for slot, env in zip(held.slots, envs, strict=True)
+        for number, lease in enumerate(leases)
+        for worker in range(lease.slice.num_hosts)
+    )
+
+
+def initialize_jax(*, timeout_s: float = 300.0, **options: Any) -> None:
+    """Join all hosts of all slices in one JAX cluster; call it first in a function that a pool runs.
+
+    It imports jax and calls `jax.distributed.initialize` with the coordinator on worker 0 of slice 0, the number of
+    hosts, and the index of this host in the order of the results. Every host of the run has to call it, so it does not
+    work under `run_on_first_hosts`. `options` are further arguments of jax, such as `local_device_ids`.
+
+    Raises:
+        JaxUnavailableError: jax is not installed here, or this process does not run a function of a pool.
+        ValueError: `timeout_s`, the seconds to wait for all hosts, is not above 0.
+        Exception: jax raises its own exceptions, for example when a host is missing at the end of the timeout.
+    """
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}.")
+    missing = [name for name in _NEEDED if not os.environ.get(name)]
+    if missing:
+        raise JaxUnavailableError(
+            f"initialize_jax needs the variables that a run sets, and this process lacks {', '.join(missing)}. "
+            "Call it in a function that SlicePool.run, RayExecutor or TpuRemoteManager runs on the hosts."
+        )
+    try:
+        import jax
+    except ImportError as error:
+        raise JaxUnavailableError(
+            "initialize_jax needs jax, which cannot be imported on this host. Install it there, or name it in "
+            'execution_env={"pip": ["jax"]}.'
+        ) from error
+    jax.distributed.initialize(
+        coordinator_address=os.environ[ENV_JOB_COORDINATOR_ADDRESS],
+        num_processes=int(os.environ[ENV_PROCESS_COUNT]),
+        process_id=int(os.environ[ENV_PROCESS_INDEX]),
+        initialization_timeout=math.ceil(timeout_s),
+        **options,
     )

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code that runs on a host, in a new process: it sets the environment, then calls the user's function.
+"""The code that runs on a host, in a new process: it completes the environment, then calls the user's function.
 
-This module is shipped by value, so that hosts need nothing but Ray. It imports the standard library, Ray, and
-`_ray_private`, which is also shipped by value.
+This module is shipped by value, so that hosts need nothing but Ray. It imports the standard library and Ray only.
 """
 
 import contextlib
@@ -16,10 +15,6 @@ from typing import Any
 
 import ray
 
-from ._ray_private import process_is_fresh
-
-# What a task returns if something else ran in its process before. The caller starts it again in a process of its own.
-USED_PROCESS = "fairlead: another task ran in this process"
 LOCK_S = 60.0
 # `struct flock` of Linux: the type and the origin, the start and the length, the process.
 _FLOCK = "hhqqi4x"
@@ -27,16 +22,12 @@ _FLOCK = "hhqqi4x"
 
 def call(facts: dict[str, Any], payload: list[Any]) -> Any:
     """Return the function's result. The payload is a reference in a list, so that it is unpickled only here."""
-    if not facts.get("is_own_process") and not process_is_fresh():
-        return USED_PROCESS
     for path in facts["lock_files"]:
         wait_for_lock(path, LOCK_S)
-    zone = os.environ.get("TPU_ZONE") or facts["zone"]
-    for name, value in {**facts["env"], **({"TPU_ZONE": zone} if zone else {})}.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    for name in facts["unset"]:
+        os.environ.pop(name, None)
+    if facts["zone"]:
+        os.environ["TPU_ZONE"] = os.environ.get("TPU_ZONE") or facts["zone"]
     function, args, kwargs = _resolve(payload)
     return function(*args, **kwargs)
 
@@ -89,19 +80,13 @@ def wait_for_lock(path: str, timeout_s: float) -> None:
 
 def lock_owner(path: str) -> str:
     """Return which process has locked a file by `lockf`, as libtpu does, or "" if none has."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         # Not through a link that another user may have put there.
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(path, "rb", opener=lambda *of: os.open(of[0], of[1] | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
     except OSError:
         return ""
-    try:
-        kind, *_, pid = struct.unpack(
-            _FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-        )
-    except OSError:
-        return ""
-    finally:
-        os.close(file)
     if kind == fcntl.F_UNLCK:
         return ""
     command = ""

@@ -5,40 +5,21 @@ import contextlib
 import functools
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
-import ray
 from ray.runtime_env import RuntimeEnv
 
 from fairlead_placement import Slot, extension
 
-from ._attempt import RunScope, Target, cancel_task, make_targets, run_once, start_actor, submit
+from ._attempt import Target, look_at_nodes, make_targets, run_once, start_actor, submit
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
-from ._environment import make_slots
-from ._head import NodeWatch, ask
-from ._leases import Held
+from ._environment import make_slots, megascale_port
 from ._reservation import Reservation
-from ._retry import retry
 from ._slices import SliceInfo
-from ._verdicts import HostError, JobInfo, JobPreempted, JobStatus, JobSucceeded, failed_start, judge
+from ._verdicts import JobInfo, JobStatus, JobSucceeded, failed_start, judge, retry
 from ._work import Class, Function, Work, check_call, inspect_work
-from .exceptions import PoolBusyError
-
-# After so many failed starts in a row on one host, other slices are preferred.
-_STARTS = 2
-
-
-@dataclass(frozen=True)
-class PoolStatistics:
-    """Counts of what a pool has done: attempts, those that failed or were preempted, and slices that were taken."""
-
-    attempts: int = 0
-    failures: int = 0
-    preemptions: int = 0
-    reservations: int = 0
 
 
 class ClosesOnExit:
@@ -73,9 +54,6 @@ class SlicePool(ClosesOnExit):
 
     Attributes:
         config: the configuration.
-
-    >>> SlicePool("v4-16", [1, 2])
-    SlicePool(1 or 2 x v4-16, 0 held)
     """
 
     def __init__(
@@ -89,9 +67,6 @@ class SlicePool(ClosesOnExit):
         self._reservation = Reservation(self.config)
         # Whoever uses the slices has it: one run, or one change of their number, at a time.
         self._turn = threading.Lock()
-        self._running = ""
-        self._counts: Counter[str] = Counter()
-        self._failed_starts: Counter[str] = Counter()  # in a row, by node
         extension.release_when_dropped(self, self._reservation.describe_leak, self._reservation.give_back)
 
     def __repr__(self) -> str:
@@ -103,11 +78,11 @@ class SlicePool(ClosesOnExit):
 
         Raises:
             InsufficientSlicesError: not enough within the scale timeout.
-            PortUnavailableError: a requested port is taken.
-            PoolBusyError: something runs here, and the time to queue is over.
+            PortUnavailableError: worker 0 of a slice has no free port for its coordinator.
             HeadTimeoutError: Ray's head did not answer for 30 s.
         """
-        self._reserve()
+        with self._take_turn():
+            self._reservation.ensure()
         return self
 
     def scale(self, num_slices: int | Sequence[int]) -> Self:
@@ -117,15 +92,15 @@ class SlicePool(ClosesOnExit):
             raise ValueError(
                 f"A pool on {self.config.kind} hosts is one group of workers: give worker_count, not a size."
             )
-        with self._take_turn("scale") as epoch:
+        with self._take_turn():
             self._reservation.sizes = sizes
-            self._reservation.ensure(epoch)
+            self._reservation.ensure()
         return self
 
     @property
     def slices(self) -> tuple[SliceInfo, ...]:
         """The slices that are held, in order; none before the first use."""
-        return self._reservation.held.slices
+        return tuple(lease.slice for lease in self._reservation.leases)
 
     def slots(self) -> tuple[Slot, ...]:
         """Return every host as a slot of fairlead-placement, in the order of slices and TPU worker ids.
@@ -133,13 +108,11 @@ class SlicePool(ClosesOnExit):
         A process in a slot has the variables in its `env`. While a worker group is on the slots, runs are refused.
         Raises the errors of `reserve`.
         """
-        held = self._reserve()
-        rows = ask("list the nodes", ray.nodes)
-        return make_slots(self.config, held, {row["NodeID"]: row.get("Labels") or {} for row in rows})
-
-    def statistics(self) -> PoolStatistics:
-        """Return counts of what the pool has done so far."""
-        return PoolStatistics(**self._counts, reservations=self._reservation.taken)
+        with self._take_turn():
+            slots = make_slots(self.config, self._reservation.ensure())
+        with extension.head_deadline():
+            labels = {node.node_id: node.labels for node in extension.read_nodes(with_free=False)}
+        return tuple(replace(slot, labels=labels.get(slot.node_id, {})) for slot in slots)
 
     def run(self, function: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every host, repeat it as the budgets allow, and return its results.
@@ -170,60 +143,28 @@ class SlicePool(ClosesOnExit):
 
         Raises the errors of `run`, except those of the function and of lost slices.
         """
-        with self._begin_run(function, args, kwargs) as (scope, epoch):
-            return self._attempt(scope, epoch, 1)
+        work = self._check(function, args, kwargs)
+        with self._take_turn():
+            return self._attempt(work, work.put(args, kwargs), 1)
 
     def submit(self, function: Function, /, *args: Any, **kwargs: Any) -> list[list[Any]]:
         """Start a function on every host and return references, a list per slice.
 
-        Nothing is watched or repeated, and calls on one host run one by one. Raises a TypeError or a ValueError like
-        `run`, and the errors of `reserve`; `ray.get` raises Ray's.
+        Nothing is watched or repeated, and calls on one host run one by one. Raises a TypeError, a ValueError or a
+        ResourceInsufficientError like `run`, and the errors of `reserve`; `ray.get` raises Ray's.
         """
-        work = self.check(function, args, kwargs)
-        with self._take_turn(work.name) as epoch:
-            targets = make_targets(work, self.config, self._reservation.ensure(epoch))
-            start = functools.partial(submit, payload=work.put(args, kwargs), own_process=True)
-            return self._start_all(targets, start, cancel_task, epoch)
-
-    def get(self, refs: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return the values of references from `submit`, like `ray.get`; HeadTimeoutError if Ray's head is silent."""
-        watch = NodeWatch()
-        while True:
-            try:
-                values = iter(ray.get([ref for of_slice in refs for ref in of_slice], timeout=1.0))
-                return arrange([[next(values) for _ in of_slice] for of_slice in refs], self.config.flatten)
-            except ray.exceptions.GetTimeoutError as error:
-                if isinstance(error, ray.exceptions.RayTaskError):
-                    raise  # the function's own
-                watch.look(())
+        started, claim = self._start(function, args, kwargs)
+        claim.release()
+        return started
 
     def start(
         self, cls: Class, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[list[list[Any]], extension.SlotClaim]:
         """Start an actor for a class on every host; return the actors, a list per slice, and the claim on their slots.
 
-        Raises the errors of `submit`, and ResourceInsufficientError if the slots are in use.
+        Raises the errors of `submit`.
         """
-        work = self.check(cls, args, kwargs, of_class=True)
-        with self._take_turn(work.name) as epoch:
-            held = self._reservation.ensure(epoch)
-            claim = extension.claim_slots(held.slots, f"instances of {work.name}")
-            try:
-                start = functools.partial(start_actor, payload=work.put(args, kwargs))
-                return self._start_all(make_targets(work, self.config, held), start, ray.kill, epoch), claim
-            except BaseException:
-                claim.release()
-                raise
-
-    def check(
-        self, function: Function | Class, args: Sequence[Any], kwargs: Mapping[str, Any], *, of_class: bool = False
-    ) -> Work:
-        """Raise a TypeError or a ValueError if a function or class cannot be called here with these arguments."""
-        work = inspect_work(function, of_class=of_class)
-        check_call(work.name, work.function, args, kwargs)
-        work.remote_options(self.config, None)
-        RuntimeEnv(**work.environment(self.config)[1])  # Ray checks it here, and not only when the function starts.
-        return work
+        return self._start(cls, args, kwargs, of_class=True)
 
     def close(self) -> bool:
         """Give everything back. Can be repeated; the next use reserves again.
@@ -236,86 +177,84 @@ class SlicePool(ClosesOnExit):
     def __enter__(self) -> Self:
         return self.reserve()
 
+    def _check(
+        self, target: Function | Class, args: Sequence[Any], kwargs: Mapping[str, Any], *, of_class: bool = False
+    ) -> Work:
+        """Raise a TypeError or a ValueError if a function or class cannot be called here with these arguments."""
+        work = inspect_work(target, of_class=of_class)
+        check_call(work.name, work.function, args, kwargs)
+        work.remote_options(self.config, None)
+        RuntimeEnv(**work.runtime_env(self.config))  # Ray checks it here, and not only when the function starts.
+        megascale_port(self.config)
+        return work
+
     def _run(
-        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool = False
+        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool = False
     ) -> list[Any]:
-        failures, preemptions = self.config.max_retries_failure, self.config.max_retries_preemption
-        with self._begin_run(function, args, kwargs) as (scope, epoch):
-            attempt = functools.partial(self._attempt, scope, epoch, first_hosts=first_hosts)
+        work, config = self._check(function, args, kwargs), self.config
+        with self._take_turn():
+            attempt = functools.partial(self._attempt, work, work.put(args, kwargs), first_hosts=first_hosts)
+            failures, preemptions = config.max_retries_failure, config.max_retries_preemption
             return list(retry(attempt, max_failures=failures, max_preemptions=preemptions).result)
 
-    @contextlib.contextmanager
-    def _begin_run(
-        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Iterator[tuple[RunScope, int]]:
-        """Check a function, and wait for its turn."""
-        work = self.check(function, args, kwargs)
-        with self._take_turn(work.name) as epoch:
-            start = functools.partial(self._reservation.start, epoch)
-            yield RunScope(work, work.put(args, kwargs), NodeWatch(), start, self.config.grace_s), epoch
-
-    def _attempt(self, scope: RunScope, epoch: int, number: int, *, first_hosts: bool = False) -> JobStatus:
-        config, name = self.config, scope.work.name
-        held = self._reservation.ensure(epoch)
-        claim = extension.claim_slots(held.slots, f"run of {name}")
-        began = time.monotonic()
-        try:
-            targets = make_targets(scope.work, config, held, first_hosts=first_hosts)
-            self._counts["attempts"] += 1
-            calls, errors = run_once(targets, scope)
-        finally:
+    def _attempt(self, work: Work, payload: Any, number: int, *, first_hosts: bool = False) -> JobStatus:
+        config, reservation = self.config, self._reservation
+        with self._claim(work, f"run of {work.name}", first_hosts=first_hosts) as (targets, claim):
+            began = time.monotonic()
+            values, errors = run_once(targets, payload, config.grace_s, reservation.check_open)
             claim.release()
-        info = JobInfo(name, "succeeded", config.kind, held.slices, number, time.monotonic() - began)
-        on_tpus = isinstance(config, TpuAcceleratorConfig)
-        nodes = {target.node_id for target in targets}
-        self._count_starts(errors if on_tpus else (), nodes)
+        places = tuple(dict.fromkeys(target.slice for target in targets))
+        info = JobInfo(work.name, "succeeded", config.kind, places, number, time.monotonic() - began)
+        # After two failed starts in a row on one host, other slices are preferred.
+        before = reservation.not_started
+        reservation.not_started = {host.node_id for host in errors if failed_start(host.error)}
+        reservation.doubtful |= before & reservation.not_started
         if not errors:
-            values = extension.group_pairs((call.target.number, call.value) for call in calls).values()
-            return JobSucceeded(info, arrange(values, config.flatten))
-        status, dead = judge(info, errors, scope.watch.look(nodes)[1], accelerators=on_tpus)
-        self._reservation.dead |= dead
-        self._counts["preemptions" if isinstance(status, JobPreempted) else "failures"] += 1
+            reservation.doubtful.clear()
+            return JobSucceeded(info, arrange(_by_slice(targets, values), config.flatten))
+        status = judge(info, errors, look_at_nodes({target.node_id for target in targets})[1])
+        reservation.dead |= {host.node_id for host in errors if host.is_of_dead_node}
         return status
 
-    def _count_starts(self, errors: Sequence[HostError], nodes: set[str]) -> None:
-        """Count failed starts in a row, and note which hosts are doubtful."""
-        failed = {error.node_id for error in errors if failed_start(error.error)}
-        for node_id in nodes:
-            self._failed_starts[node_id] = self._failed_starts[node_id] + 1 if node_id in failed else 0
-        doubtful = {node_id for node_id in nodes if self._failed_starts[node_id] >= _STARTS}
-        self._reservation.doubtful = (self._reservation.doubtful - nodes) | doubtful
-
-    def _reserve(self) -> Held:
-        with self._take_turn("reserve") as epoch:
-            return self._reservation.ensure(epoch)
+    def _start(
+        self, target: Function | Class, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, of_class: bool = False
+    ) -> tuple[list[list[Any]], extension.SlotClaim]:
+        """Start a task or an actor on every host; return them, a list per slice, and the claim on their slots."""
+        work = self._check(target, args, kwargs, of_class=of_class)
+        payload, start = work.put(args, kwargs), start_actor if of_class else submit
+        with self._take_turn(), self._claim(work, f"{'instances' if of_class else 'call'} of {work.name}") as claimed:
+            targets, claim = claimed
+            # Ray would never end a task that comes after the end of its placement group.
+            with self._reservation.lock:
+                self._reservation.check_open()
+                return _by_slice(targets, [start(target, payload) for target in targets]), claim
 
     @contextlib.contextmanager
-    def _take_turn(self, name: str) -> Iterator[int]:
-        """Wait until nothing else runs in the pool, within the time to queue; give the epoch of the reservation."""
-        limit, began, running = self.config.queue_timeout_s, time.monotonic(), self._running
-        if not self._turn.acquire(timeout=-1 if limit is None else limit):
-            raise PoolBusyError(running or "something", time.monotonic() - began)
-        self._running = name
+    def _take_turn(self) -> Iterator[None]:
+        """Wait until nothing else runs in the pool, and open it."""
+        with self._turn:
+            self._reservation.is_open = True
+            yield
+
+    @contextlib.contextmanager
+    def _claim(
+        self, work: Work, holder: str, *, first_hosts: bool = False
+    ) -> Iterator[tuple[list[Target], extension.SlotClaim]]:
+        """Reserve slices and claim their hosts; give those that the work is for, and the claim, which an error ends."""
+        leases = self._reservation.ensure()
+        slots = make_slots(self.config, leases)
+        claim = extension.claim_slots(slots, holder)
         try:
-            yield self._reservation.epoch
-        finally:
-            self._running = ""
-            self._turn.release()
+            chosen = [slot for slot in slots if not first_hosts or slot.bundle_index == 0]
+            yield make_targets(work, self.config, leases, chosen), claim
+        except BaseException:
+            claim.release()
+            raise
 
-    def _start_all(
-        self, targets: Sequence[Target], start: Callable[[Target], Any], end: Callable[[Any], object], epoch: int
-    ) -> list[list[Any]]:
-        """Start something on every host, a list per slice; `end` ends what starts after a deadline or a close."""
 
-        def undo(started: list[tuple[int, Any]]) -> None:
-            for _, thing in started:
-                end(thing)
-
-        def start_all() -> list[tuple[int, Any]]:
-            return [(target.number, start(target)) for target in targets]
-
-        started = ask("start tasks", functools.partial(self._reservation.start, epoch, start_all), undo)
-        return [*extension.group_pairs(started).values()]
+def _by_slice(targets: Sequence[Target], values: Iterable[Any]) -> list[list[Any]]:
+    numbers = (target.number for target in targets)
+    return list(extension.group_pairs(zip(numbers, values, strict=True)).values())
 
 
 def arrange(nested: Iterable[Sequence[Any]], flatten: bool) -> list[Any]:

@@ -1,29 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slices of a pool and their ports: several slices or none, replaced one by one, and given back together."""
+"""The slices of a pool: several or none, replaced one by one. The only module that knows how Ray reserves slices.
+
+One placement group holds a slice: bundle i is on TPU worker i, the bundle of worker 0 has the slice's head resource, by
+which Ray's own `SlicePlacementGroup` also takes slices, and `topology_strategy` keeps all bundles in one slice. Ray
+places the group on the whole slice or not at all. The selectors name the slice, so that all jobs take slices in the
+same order.
+
+- **A slice is lost.** Ray parks the group (RESCHEDULING) until the hosts come back, which delays no other group. If a
+  host with the name and the number of the lost one joins, Ray uses it for the bundle. The pool compares the
+  nodes, so it sees either state as a loss, removes the group, and takes another slice.
+- **Two jobs want the same slices.** Both choose free slices in the order of their names, so the job that gets the first
+  one gets the others too. The groups of the other job find no room: all of them are removed, and the job waits until as
+  many slices as it needs are free. While it waits it takes nothing, so no two jobs wait for each other's slices.
+- **An autoscaler is to bring a slice.** While slices are missing, and only if an autoscaler is there, `Demand` requests
+  one group with the bundle of worker 0 of every slice that the pool does not hold, even of free ones. Ray cannot place
+  a part of it, so it takes none of the free ones, and an autoscaler sees how many are missing beside them. The head
+  resource makes it add whole slices. Once Ray has placed the group, all slices have come: the group is removed,
+  and they are taken like any others. A `SlicePlacementGroup` would hold the free slices during the wait.
+"""
 
 import logging
-import os
+import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from fairlead_placement import HeadTimeoutError, PlacementError, PortUnavailableError, extension
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from ._config import AcceleratorConfigType
-from ._groups import Demand
-from ._leases import Held, Lease, find_lost, give_back, lease_megascale, megascale_port, release, take
-from ._slices import SliceInfo
+from fairlead_placement import (
+    HeadTimeoutError,
+    PlacementError,
+    PortLease,
+    PortUnavailableError,
+    Slot,
+    extension,
+    lease_ports,
+    release_ports,
+)
+
+from ._config import AcceleratorConfigType, TpuAcceleratorConfig
+from ._slices import SLICE_NAME, WORKER_ID, SliceInfo
 from .exceptions import InsufficientSlicesError, TpuExecutorError
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
+_RETURN_S = 15.0
+# The other hosts of a slice join later than worker 0, so a request that was met is repeated only after this time.
+_REPEAT_S = 60.0
 _POLL_S = (0.05, 1.0)
 # Seconds after the timeout in which another driver may still take a free slice first.
 _RACES_S = 5.0
-# A request that Ray's head does not answer may hold the lock of a reservation.
-_CLOSE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A slice that is held by one placement group, with the port of its coordinator, on worker 0."""
+
+    slice: SliceInfo
+    group: PlacementGroup
+    port: PortLease
+
+
+def _describe(config: AcceleratorConfigType, place: SliceInfo) -> dict[str, Any]:
+    """Return Ray's options of the group that holds a slice."""
+    bundles = [config.bundle(place, worker) for worker in range(place.num_hosts)]
+    options = {"name": f"fairlead-{place.slice_name}", "bundles": bundles}
+    if isinstance(config, TpuAcceleratorConfig) and place.num_hosts > 1:
+        named = [{SLICE_NAME: place.slice_name, WORKER_ID: str(worker)} for worker in range(place.num_hosts)]
+        return {**options, "bundle_label_selector": named, "topology_strategy": {SLICE_NAME: "STRICT_PACK"}}
+    return {**options, "bundle_label_selector": [{"ray.io/node-id": node_id} for node_id in place.node_ids]}
+
+
+def _first_slot(place: SliceInfo, group: PlacementGroup) -> Slot:
+    """Return worker 0 of a slice as a place for a port."""
+    return Slot(
+        placement_group=group,
+        bundle_index=0,
+        node_idx=0,
+        node_id=place.node_ids[0],
+        node_ip=place.node_ips[0],
+        node_rank=0,
+        local_rank=0,
+    )
+
+
+def _look_up(group: PlacementGroup) -> tuple[str, tuple[str, ...]]:
+    """Return the state of a group, and the node of each of its bundles, as far as Ray knows."""
+    row = extension.ask_head("look at a placement group", placement_group_table, group) or {}
+    nodes = row.get("bundles_to_node_id", {})
+    return row.get("state", "REMOVED"), tuple(nodes[index] for index in sorted(nodes))
+
+
+class Demand:
+    """The request for missing slices, or for room for workers, that an autoscaler sees."""
+
+    def __init__(self, config: AcceleratorConfigType) -> None:
+        self._config = config
+        self._groups: list[PlacementGroup] = []  # one, or none
+        self._next_at = 0.0
+
+    def update(self, count: int) -> None:
+        """Request `count` slices, if there is an autoscaler, or withdraw the request if it is met."""
+        config = self._config
+        with extension.head_deadline():
+            if self._groups:
+                if _look_up(self._groups[0])[0] == "CREATED":
+                    self.withdraw()
+                    self._next_at = time.monotonic() + _REPEAT_S
+            elif time.monotonic() >= self._next_at:
+                if not extension.ask_head("look for an autoscaler", extension.autoscaler_is_there):
+                    return
+                count *= 1 if isinstance(config, TpuAcceleratorConfig) else config.worker_count
+                wanted = {"name": "fairlead-wanted", "bundles": [config.bundle(None, worker=0)] * count}
+                self._groups = [*extension.create_groups([wanted], deadline=0.0)]
+
+    def withdraw(self) -> None:
+        """Request nothing any more. Can be repeated."""
+        groups, self._groups = self._groups, []
+        with extension.head_deadline():
+            extension.remove_placement_groups(groups)
 
 
 class Reservation:
@@ -31,204 +127,164 @@ class Reservation:
 
     Attributes:
         sizes: the allowed numbers of slices, ascending.
-        taken: how many slices were taken so far, including replacements.
-        epoch: how often the reservation was closed. What began in an earlier epoch ends with an error.
-        held: the leases of the slices and ports, as one value.
+        is_open: False after the pool was closed, until its next use begins.
+        leases: the slices that are held, with their ports. A change makes a new value.
         dead: nodes that a task has reported dead, perhaps long before Ray's head does; they are not used any more.
-        doubtful: nodes whose accelerators did not start twice in a row. Slices without them are preferred.
+        not_started: nodes whose accelerators did not start in the last attempt.
+        doubtful: nodes that failed to start something. Their slices are given back, and others are preferred.
+        lock: whoever takes or returns slices has it until `leases` shows that, and so has whoever starts something.
     """
 
     def __init__(self, config: AcceleratorConfigType) -> None:
         self.config = config
         self.sizes: Sequence[int] = config.sizes
-        self.taken = self.epoch = 0
-        self.held = Held()
+        self.is_open = True
+        self.leases: tuple[Lease, ...] = ()
         self.dead: set[str] = set()
+        self.not_started: set[str] = set()
         self.doubtful: set[str] = set()
-        # Whoever takes or returns slices or ports has it until `held` shows that.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
-    def ensure(self, epoch: int) -> Held:
+    def ensure(self) -> tuple[Lease, ...]:
         """Hold healthy slices, keep those that are held, and replace lost ones; after an error nothing is held."""
-        with self._lock:
-            before = self.held.leases
+        with self.lock:
             try:
-                self._check_open(epoch)
-                # First, because it may be refused, and slices may come after hours.
-                port = megascale_port(self.config, os.environ) if self.sizes[-1] > 1 else None
-                lost = 0
-                for is_last in (False, False, True):
-                    lost += self._give_back_lost()
-                    if len(self.held.leases) != self.sizes[-1]:
-                        self._scale(lost, epoch)
-                    if self._hold_megascale(port, epoch, is_last=is_last):
-                        break
-                self._check_open(epoch)  # A signal handler may have closed the pool.
+                lost = self._give_back_lost()
+                if len(self.leases) != self.sizes[-1]:
+                    self._scale(lost)
+                self.check_open()  # A signal handler may have closed the pool.
             except BaseException as error:
                 self.give_back(1.0 if isinstance(error, HeadTimeoutError) else None)
                 raise
-            self.taken += sum(lease not in before for lease in self.held.leases)
-            return self.held
+            return self.leases
 
-    def start(self, epoch: int, start: Callable[[], _T]) -> _T:
-        """Start something on what is held. Ray would never end a task that comes after the end of its group."""
-        with self._lock:
-            self._check_open(epoch)
-            return start()
-
-    def _check_open(self, epoch: int) -> None:
-        if self.epoch != epoch:
+    def check_open(self) -> None:
+        """Raise a TpuExecutorError if the pool was closed since its current use began."""
+        if not self.is_open:
             raise TpuExecutorError("The pool was closed while it was in use. Use a pool that stays open.")
 
     def _give_back_lost(self) -> int:
-        """Give back slices that are lost, and doubtful ones for which there are others; return their number."""
-        held = self.held.leases
+        """Give back slices that are lost or doubtful, and return their number. A doubtful one may be taken again."""
+        if not self.leases:
+            return 0
         with extension.head_deadline():
-            lost = find_lost(held, self.dead) if held else []
-        if doubtful := [lease for lease in held if lease not in lost and self._is_doubtful(lease.slice)]:
-            others = [place for place in self._survey()[0] if not self._is_doubtful(place)]
-            lost += doubtful[: len(others)]
+            usable = {node.node_id for node in extension.read_nodes(with_free=False)} - self.dead - self.doubtful
+            lost = [
+                lease
+                for lease in self.leases
+                if not usable.issuperset(lease.slice.node_ids)
+                or _look_up(lease.group) != ("CREATED", lease.slice.node_ids)
+            ]
         self._drop(lost)
         return len(lost)
 
-    def _drop(self, leases: Sequence[Lease]) -> None:
-        if leases:
-            self.held = replace(self.held, leases=tuple(lease for lease in self.held.leases if lease not in leases))
-            with extension.head_deadline():
-                give_back(leases)
-
-    def _is_doubtful(self, place: SliceInfo) -> bool:
-        return not self.doubtful.isdisjoint(place.node_ids)
+    def _drop(self, leases: Sequence[Lease], timeout_s: float | None = None) -> bool:
+        """Return slices and ports, and whether Ray had the resources of the slices in time."""
+        self.leases = tuple(lease for lease in self.leases if lease not in leases)
+        with extension.head_deadline(timeout_s):
+            try:
+                release_ports([lease.port for lease in leases], timeout_s=_RETURN_S)
+            except PlacementError as error:  # The host may be lost; otherwise it releases its ports later.
+                logger.debug("Ports were not released in time: %s", error)
+            finally:
+                returned = extension.remove_placement_groups([lease.group for lease in leases], timeout_s=_RETURN_S)
+        return returned
 
     def _survey(self) -> tuple[list[SliceInfo], dict[str, str]]:
         """Read the nodes once, and return which slices are free and not held, and why the others are not free."""
         with extension.head_deadline():
-            nodes = {node.node_id: node for node in extension.read_nodes() if node.node_id not in self.dead}
-        free: list[SliceInfo] = []
-        lacking: dict[str, str] = {}
-        for name, place in self.config.find([*nodes.values()]).items():
-            if name in [held.slice_name for held in self.held.slices]:
-                continue
-            if isinstance(place, str):
-                lacking[name] = place
-                continue
-            hosts = [(self.config.bundle(place, worker), node_id) for worker, node_id in enumerate(place.node_ids)]
-            room = [extension.count_bundles(bundle, nodes[node_id].free) for bundle, node_id in hosts]
-            if all(room):
-                free.append(place)
-            else:
-                busy = ", ".join(str(worker) for worker, count in enumerate(room) if not count)
-                lacking[name] = f"somebody else uses worker {busy}"
-        return sorted(free, key=self._is_doubtful), lacking
+            nodes = [node for node in extension.read_nodes() if node.node_id not in self.dead]
+        held = {lease.slice.slice_name for lease in self.leases}
+        others = {name: place for name, place in self.config.find(nodes).items() if name not in held}
+        free = [place for place in others.values() if isinstance(place, SliceInfo)]
+        lacking = {name: place for name, place in others.items() if isinstance(place, str)}
+        return sorted(free, key=lambda place: not self.doubtful.isdisjoint(place.node_ids)), lacking
 
-    def _scale(self, lost: int, epoch: int) -> None:
+    def _scale(self, lost: int) -> None:
         """Hold an allowed number of slices, including those that are held, after `lost` were lost.
 
         Nothing more is taken while it waits: two jobs that each hold a part of what both need would wait forever.
         """
-        config, sizes, held = self.config, self.sizes, len(self.held.leases)
-        any_s = config.replace_timeout_s if lost else 0.0 if held in sizes else config.scale_timeout_s
+        config, sizes = self.config, self.sizes
+        any_s = config.scale_timeout_s
+        if lost:
+            any_s = config.replace_timeout_s
+        elif len(self.leases) in sizes:
+            any_s = 0.0
         largest_s = min(any_s, config.scale_timeout_s)
         began, pause, demand = time.monotonic(), _POLL_S[0], Demand(config)
         with extension.Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting:
             try:
                 while True:
-                    self._check_open(epoch)
+                    self.check_open()
                     waited = time.monotonic() - began
                     free, lacking = self._survey()
+                    held = len(self.leases)
                     size = choose_size(sizes, held + len(free), waited_out=waited >= largest_s)
                     if size is None:
-                        demand.show(sizes[-1] - held - len(free))
-                    elif self._change_size(size, free, is_last=waited >= any_s + _RACES_S):
-                        return
+                        demand.update(sizes[-1] - held)
+                    else:
+                        demand.withdraw()  # Ray would place it on the slices that are to be taken.
+                        if self._change_size(size, free):
+                            return
                     if waited >= any_s + (0 if size is None else _RACES_S):
                         raise InsufficientSlicesError(config.kind, tuple(sizes), held + len(free), lacking, waited)
                     waiting.show(f"{held} held, {len(free)} free; others: {', '.join(lacking) or 'none'}", any_s)
                     nearest = largest_s if waited < largest_s else any_s
-                    time.sleep(max(0.01, min(pause, began + nearest - time.monotonic())))
+                    # With the jitter, two jobs that took one slice each from the other try again at different times.
+                    time.sleep(max(0.01, min(random.uniform(0.5, 1.0) * pause, began + nearest - time.monotonic())))
                     pause = min(2 * pause, _POLL_S[1])
             finally:
                 demand.withdraw()
 
-    def _change_size(self, size: int, free: Sequence[SliceInfo], *, is_last: bool) -> bool:
-        """Hold `size` slices; return False, with the same held as before, if somebody else was faster."""
-        held = self.held.leases
-        chosen = free[: max(0, size - len(held))]
-        try:
-            with extension.head_deadline():
-                taken = take(self.config, chosen) if chosen else []
-        except PlacementError as error:
-            self._doubt(chosen, error, is_last=is_last)
-            return False
-        if taken is None:
-            return False
-        self._drop(held[size:])
-        self.held = replace(self.held, leases=(*held[:size], *taken))
-        return True
-
-    def _doubt(self, slices: Sequence[SliceInfo], error: PlacementError, *, is_last: bool) -> None:
-        """Prefer other slices than these, on which no ports could be leased; raise the error if that does not help.
-
-        Most likely a host is lost, and Ray does not know yet.
-        """
-        if is_last or isinstance(error, HeadTimeoutError | PortUnavailableError):
-            raise error
-        logger.info("Slices could not be taken: %s", error)
-        self.doubtful.update(place.node_ids[0] for place in slices)
-
-    def _hold_megascale(self, port: int | None, epoch: int, *, is_last: bool) -> bool:
-        """Hold the port of the coordinator of several slices, on worker 0 of the first one, if there are several.
-
-        Returns False, without that slice, if its worker 0 seems to be lost.
-        """
-        leases, megascale = self.held.leases, self.held.megascale
-        wanted = (leases[0].slice.node_ids[0], port) if port is not None and len(leases) > 1 else None
-        if wanted == (megascale and (megascale.node_id, megascale.port)):
-            return True
-        self.held = replace(self.held, megascale=None)
+    def _change_size(self, size: int, free: Sequence[SliceInfo]) -> bool:
+        """Hold `size` slices; return False, with nothing new, if another job was faster or a host seems to be lost."""
+        chosen = free[: max(0, size - len(self.leases))]
         with extension.head_deadline():
-            release(megascale)
-        if wanted and port is not None:
-            try:
-                leased = lease_megascale(leases[0], port, lambda: self._check_open(epoch))
-            except PlacementError as error:
-                self._doubt([leases[0].slice], error, is_last=is_last)
-                self._drop(leases[:1])
-                return False
-            self.held = replace(self.held, megascale=leased)
+            placed = extension.create_groups([_describe(self.config, place) for place in chosen], deadline=0.0)
+        groups, leases = list(placed), list[Lease]()
+        try:
+            if [*placed.values()] == [place.node_ids for place in chosen]:
+                ports = lease_ports([*map(_first_slot, chosen, groups)])
+                held = zip(chosen, groups, ports, strict=True)
+                leases = [Lease(place, group, port) for place, group, (port,) in held]
+        except (HeadTimeoutError, PortUnavailableError):
+            raise
+        except PlacementError as error:
+            # Most likely a host is lost, and Ray does not know yet, so other slices are preferred from now on.
+            logger.info("Slices could not be taken: %s", error)
+            self.doubtful.update(place.node_ids[0] for place in chosen)
+        finally:
+            if not leases:
+                extension.remove_placement_groups(groups)
+        if len(leases) < len(chosen):
+            return False
+        self._drop(self.leases[size:])
+        self.leases = (*self.leases, *leases)
         return True
 
     def close(self) -> bool:
-        self.epoch += 1
+        self.is_open = False
         return self.give_back()
 
     def give_back(self, timeout_s: float | None = None) -> bool:
         """Return slices and ports, and whether Ray had the resources before its head's deadline."""
-        if not self._lock.acquire(timeout=_CLOSE_S):
-            logger.warning("A pool does not give its slices back, because Ray's head does not answer. Close it again.")
-            return False
-        try:
-            held, self.held = self.held, Held()
-            # If Ray has ended, so has everything that was held.
-            if not held.leases or not extension.connection():
-                return True
-            with extension.head_deadline(timeout_s):
-                return give_back(held.leases, held.megascale)
-        except HeadTimeoutError as error:
-            names = ", ".join(place.slice_name for place in held.slices)
-            logger.warning("%s will be returned when Ray's head answers. %s", names, error)
-            return False
-        finally:
-            self._lock.release()
+        with self.lock:
+            leases = self.leases
+            try:
+                return self._drop(leases, timeout_s)
+            except HeadTimeoutError as error:
+                names = ", ".join(lease.slice.slice_name for lease in leases)
+                logger.warning("%s will be returned when Ray's head answers. %s", names, error)
+                return False
 
     def describe_leak(self) -> str:
         """Return the warning about a pool that was dropped; empty if it holds nothing."""
-        count = len(self.held.leases) if extension.connection() else 0
-        if not count:
+        if not self.leases or not extension.connection():
             return ""
         return (
-            f"A slice pool was dropped without close() while it held {count} slice(s). They are returned in the "
-            "background. Use the pool in a with statement, or call close()."
+            f"A slice pool was dropped without close() while it held {len(self.leases)} slice(s). They are returned in "
+            "the background. Use the pool in a with statement, or call close()."
         )
 
 

@@ -1,23 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole slices, recognized by the labels and resources of nodes. Pure.
+"""Types of slices, and whole slices among the nodes, recognized by labels and resources. Pure.
 
-Ray places a group of bundles on a whole slice or not at all, but it does not say which slices there are, which host of
-a slice is missing, or which slice it would choose. This module does.
+A name such as "v4-16" stands for numbers of chips and hosts. These are Google's
+(https://cloud.google.com/tpu/docs/regions-zones, "TPU configurations"), as Ray reads them; Ray itself starts from a
+topology, of which one type may have several. Nor does Ray say which slices there are and which host of one is missing.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fairlead_placement import Node, extension
 
-from ._types import GENERATIONS, TpuType, canonical_name
-
 SLICE_NAME = "ray.io/tpu-slice-name"
 WORKER_ID = "ray.io/tpu-worker-id"
 TOPOLOGY = "ray.io/tpu-topology"
 TYPE = "ray.io/tpu-pod-type"
 _ZONE = "ray.io/availability-zone"
+# By generation, how many units of the number in a type make a chip (TensorCores, or chips), and the chips of the
+# largest VM; the hosts of larger slices have 4 each.
+GENERATIONS = {
+    "v2": (2, 4),
+    "v3": (2, 4),
+    "v4": (2, 4),
+    "v5p": (2, 4),
+    "v5litepod": (1, 8),
+    "v6e": (1, 8),
+    "v7x": (2, 4),
+}
+_PATTERN = re.compile(r"(?:tpu-?v?|v)(\d+[a-z]*)(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class TpuType:
+    """A type of slice. Its name is as in the label `ray.io/tpu-pod-type`; an empty topology stands for any."""
+
+    name: str
+    generation: str
+    topology: str
+    chips: int
+    chips_per_host: int
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts of a whole slice."""
+        return self.chips // self.chips_per_host
+
+
+def canonical_name(name: str) -> str:
+    """Return the one name of a type or generation: "v7x-16" for "TPU7x-16"; other text in lower case."""
+    text = name.strip().lower()
+    if (match := _PATTERN.fullmatch(text)) is None:
+        return text
+    generation = "v5litepod" if match[1] == "5e" else f"v{match[1]}"
+    return generation + (f"-{int(match[2])}" if match[2] else "")
+
+
+def tpu_type(name: str, *, topology: str | None = None, chips_per_vm: int | None = None) -> TpuType:
+    """Return the type with a name: a generation, and its TensorCores (v2 to v4, v5p, v7x) or chips (v5litepod, v6e)."""
+    if not isinstance(name, str):
+        raise TypeError(f"A TPU type must be a string such as 'v4-16', got {name!r}.")
+    generation, _, size = canonical_name(name).partition("-")
+    if generation not in GENERATIONS or not size.isdigit():
+        raise ValueError(
+            f"{name!r} is not a TPU type. A type is a generation and a size, such as 'v4-16'; the generations are "
+            f"{', '.join(GENERATIONS)} (v5e is v5litepod)."
+        )
+    units, largest_vm = GENERATIONS[generation]
+    chips, rest = divmod(int(size), units)
+    if chips == 0 or rest:
+        raise ValueError(
+            f"{name!r} is not a TPU type: the number counts {'chips' if units == 1 else 'TensorCores, 2 per chip'}."
+        )
+    per_host = chips_per_vm if chips_per_vm is not None else chips if chips <= largest_vm else 4
+    if isinstance(per_host, bool) or per_host not in (1, 2, 4, 8) or chips % per_host:
+        raise ValueError(
+            f"{name!r} has {chips} chip(s), which hosts of {per_host!r} chips cannot share: a host has 1, 2, 4 or 8, "
+            "and all hosts of a slice have the same number (chips_per_vm)."
+        )
+    text = "" if topology is None else topology.strip().lower()
+    if text and (not re.fullmatch(r"\d+(x\d+)+", text) or math.prod(map(int, text.split("x"))) != chips):
+        raise ValueError(
+            f"{topology!r} is not a topology of {name!r}, which has {chips} chips. A topology looks like '2x2x2', or "
+            "like '2x4' for v2, v3, v5litepod and v6e."
+        )
+    return TpuType(f"{generation}-{int(size)}", generation, text, chips, per_host)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ from typing import Any, Protocol
 import ray
 
 from ._config import AcceleratorConfigType
-from ._environment import split_startup_variables
 from ._ray_private import unwrap_remote
 from ._slices import SliceInfo
 
 # The pool sets these, so a user's @ray.remote may not.
 _REFUSED = ("num_returns", "scheduling_strategy", "placement_group", "label_selector")
 # These are taken over from a user's @ray.remote without a change.
-_KEPT = ("memory", "name", "enable_task_events", "max_concurrency", "max_pending_calls", "_labels")
+_KEPT = ("name", "enable_task_events", "max_concurrency", "max_pending_calls", "_labels")
 
 
 class Remote(Protocol):
@@ -50,27 +49,25 @@ class Work:
 
     def remote_options(self, config: AcceleratorConfigType, place: SliceInfo | None) -> dict[str, Any]:
         """Return the Ray options of its task on a host; ValueError if it requests more than is reserved there."""
-        asked, reserved = config.request(place), config.bundle(place, worker=-1)
-        mine = {"CPU": self.options.get("num_cpus"), "GPU": self.options.get("num_gpus")}
-        asked |= {name: float(amount) for name, amount in mine.items() if amount is not None}
-        asked |= self.options.get("resources") or {}
-        for name, amount in {**asked, "memory": self.options.get("memory") or 0.0}.items():
+        reserved = config.request(place)
+        own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+        asked = {name: float(self.options[key]) for name, key in own.items() if self.options.get(key) is not None}
+        asked = {**reserved, **asked, **(self.options.get("resources") or {})}
+        for name, amount in asked.items():
             if amount > reserved.get(name, 0.0):
                 raise ValueError(
                     f"{self.name} requests {amount:g} {name} in its @ray.remote, but {reserved.get(name, 0.0):g} are "
-                    "reserved on each host. Reserve more (cpu_count, resources), or request less."
+                    "reserved on each host. Reserve more (cpu_count), or request less."
                 )
         options = {name: self.options[name] for name in _KEPT if self.options.get(name) is not None}
-        options["num_cpus"], gpus = asked.pop("CPU"), asked.pop("GPU", 0.0)
-        options |= {"num_gpus": gpus} if gpus else {}
-        return {**options, "resources": asked}
+        options |= {"num_cpus": asked.pop("CPU"), "num_gpus": asked.pop("GPU", 0.0)}
+        return {**options, "resources": {name: amount for name, amount in asked.items() if amount}}
 
-    def environment(self, config: AcceleratorConfigType) -> tuple[dict[str, str], dict[str, Any]]:
-        """Return the variables of its `@ray.remote`, and the runtime_env that its process needs before it starts."""
-        own = dict(self.options.get("runtime_env") or {})
-        variables, startup = split_startup_variables(own.pop("env_vars", None) or {})
-        startup |= split_startup_variables(config.env_vars)[1]
-        return variables, {**own, **config.runtime_env, **({"env_vars": startup} if startup else {})}
+    def runtime_env(self, config: AcceleratorConfigType) -> dict[str, Any]:
+        """Return the runtime_env of its `@ray.remote` with that of the configuration, which overrides it."""
+        own = self.options.get("runtime_env") or {}
+        variables = {**(own.get("env_vars") or {}), **config.env_vars}
+        return {**own, **config.execution_env, "env_vars": variables}
 
 
 def inspect_work(function: Any, *, of_class: bool = False) -> Work:

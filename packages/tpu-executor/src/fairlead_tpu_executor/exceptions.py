@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of runs on slices, one class per situation.
-
-The exceptions of a user's function are raised as they are. If Ray's head does not answer, fairlead-placement's
-`HeadTimeoutError` is raised, and if a port is taken, its `PortUnavailableError`.
-"""
+"""The errors of runs on slices, one class per situation, besides those of a user's function and of placement."""
 
 from dataclasses import dataclass
 
@@ -95,18 +91,4 @@ class OpenInstancesError(TpuExecutorError):
         return (
             f"Instances of {self.name} are open, and use its slices. Close them first, by close() of the instances or "
             "of the class. To have more instances at a time, decorate the class again, which reserves other slices."
-        )
-
-
-@dataclass(eq=False, repr=False)
-class PoolBusyError(TpuExecutorError):
-    """The function `running` runs in the pool, and a run has waited `waited_s` seconds for it (`queue_timeout_s`)."""
-
-    running: str
-    waited_s: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.running} runs in this pool, and did not end within {self.waited_s:.1f} s. Wait for its end, use "
-            "another pool, or queue longer (queue_timeout_s)."
         )

@@ -4,8 +4,9 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import ray
 from ray.cluster_utils import Cluster
@@ -69,12 +70,12 @@ class PretendSlices(ClosesOnExit):
     ) -> str:
         """Start a host with TPU worker id `worker` in the slice `name`, wait until it has joined, and return its id.
 
-        Its slice has the type `kind` and a topology, it has `chips` chips, and `env` are further environment variables
-        for its raylet. Raises a TimeoutError if it has not joined within 60 s.
+        `kind` and `topology` are those of its slice, and `env` are more variables for its raylet. Raises a TimeoutError
+        if it has not joined within 60 s.
         """
         detected = {"TPU_NAME": name, "TPU_WORKER_ID": str(worker), "TPU_ACCELERATOR_TYPE": kind}
         # `Cluster.add_node(env_vars=)` does not reach Ray's detection.
-        with set_variables({**detected, "TPU_TOPOLOGY": topology, **(env or {})}):
+        with mock.patch.dict(os.environ, {**detected, "TPU_TOPOLOGY": topology, **(env or {})}):
             node = self._cluster.add_node(num_cpus=2, resources={"TPU": chips}, object_store_memory=100_000_000)
         self._hosts[name, worker] = node
         node_id: str = node.node_id
@@ -132,16 +133,3 @@ class PretendSlices(ClosesOnExit):
 def _wait_until(holds: Callable[[], object]) -> None:
     if not extension.wait_until(holds, time.monotonic() + 60.0):
         raise TimeoutError(f"{holds} did not hold within 60 s.")
-
-
-@contextlib.contextmanager
-def set_variables(env: Mapping[str, str]) -> Iterator[None]:
-    """Set variables, and no others: `mock.patch.dict` would clear the environment of other threads for a moment."""
-    before = {name: os.environ[name] for name in env if name in os.environ}
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        for name in env.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)

@@ -8,12 +8,11 @@ import threading
 import time
 
 import pytest
-import ray
 
-from fairlead_placement import HeadTimeoutError
+from fairlead_placement import HeadTimeoutError, extension
 from fairlead_placement.testing import assert_no_leaks
 from fairlead_tpu_executor import RayExecutor, SlicePool, TpuAcceleratorConfig, device_remote
-from fairlead_tpu_executor import _head as head
+from fairlead_tpu_executor import _attempt as attempt
 from fairlead_tpu_executor.testing import PretendSlices
 
 
@@ -30,9 +29,9 @@ def impatient(monkeypatch):
     """Return a function after which everything waits two seconds for a silent head, and not half a minute."""
 
     def shorten():
-        deadline = head.extension.head_deadline
-        monkeypatch.setattr(head, "SILENT_S", 2.0)
-        monkeypatch.setattr(head.extension, "head_deadline", lambda timeout_s=2.0: deadline(min(2.0, timeout_s or 2.0)))
+        deadline = extension.head_deadline
+        monkeypatch.setattr(attempt, "SILENT_S", 2.0)
+        monkeypatch.setattr(extension, "head_deadline", lambda timeout_s=2.0: deadline(min(2.0, timeout_s or 2.0)))
 
     return shorten
 
@@ -66,7 +65,7 @@ def in_background(function, *args):
 
 @pytest.mark.nightly
 def test_a_short_outage_is_survived(stop_head, tmp_path, eventually):
-    """A run continues, and no loss is counted; results that arrive during an outage are returned."""
+    """A run continues, and no loss is counted; results that arrive during an outage are returned after it."""
     with SlicePool("v4-8", max_retries_failure=0, max_retries_preemption=0) as pool:
         outcome = in_background(pool.run, until, tmp_path / "end")
         assert eventually(lambda: len(pids(tmp_path / "end")) == 1, 120)
@@ -77,9 +76,9 @@ def test_a_short_outage_is_survived(stop_head, tmp_path, eventually):
         assert not outcome
         with stop_head():
             (tmp_path / "end").touch()
-            assert eventually(lambda: outcome, 25)
-        assert outcome == [["done"]]
-        assert (pool.statistics().attempts, pool.statistics().preemptions) == (1, 0)
+            time.sleep(2)
+        assert eventually(lambda: outcome == [["done"]], 60)
+        assert len(pids(tmp_path / "end")) == 1
 
 
 @pytest.mark.nightly
@@ -93,7 +92,6 @@ def test_a_long_outage_ends_a_run(stop_head, impatient, tmp_path, caplog, eventu
             impatient()
             assert eventually(lambda: outcome, 40)
             assert isinstance(outcome[0], HeadTimeoutError), outcome
-            assert (pool.statistics().preemptions, pool.statistics().failures) == (0, 0)
             # Ray has ended the function on its hosts, which it can do without its head.
             assert eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids(tmp_path / "never")), 30)
         pool.close()
@@ -122,9 +120,7 @@ CONFIG = TpuAcceleratorConfig("v4-8")
 # How to use each public name of a pool that holds nothing, and of the executor, and whether that needs the head.
 POOL = {
     "attempt": (lambda pool: pool.attempt(os.getpid), True),
-    "check": (lambda pool: pool.check(os.getpid, (), {}), False),
     "close": (lambda pool: pool.close(), False),
-    "get": (lambda pool: pool.get([[ray.put(1)]]), False),
     "reserve": (lambda pool: pool.reserve(), True),
     "run": (lambda pool: pool.run(os.getpid), True),
     "run_on_first_hosts": (lambda pool: pool.run_on_first_hosts(os.getpid), True),
@@ -132,7 +128,6 @@ POOL = {
     "slices": (lambda pool: pool.slices, False),
     "slots": (lambda pool: pool.slots(), True),
     "start": (lambda pool: pool.start(Device, (), {}), True),
-    "statistics": (lambda pool: pool.statistics(), False),
     "submit": (lambda pool: pool.submit(os.getpid), True),
 }
 EXECUTOR = {
@@ -153,6 +148,5 @@ def test_every_public_method(stop_head, impatient, call_in_time):
         outcomes = call_in_time(calls, 3.0)
     wanted = {name: needs_head for name, (_, needs_head) in {**POOL, **EXECUTOR}.items()}
     assert {name: isinstance(outcome, HeadTimeoutError) for name, outcome in outcomes.items()} == wanted
-    assert not [
-        one for one in outcomes.values() if isinstance(one, BaseException) and type(one) is not HeadTimeoutError
-    ]
+    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, BaseException)]
+    assert {type(error) for error in errors} == {HeadTimeoutError}

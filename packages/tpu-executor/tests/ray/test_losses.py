@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from fairlead_placement import extension
 from fairlead_tpu_executor import (
     InsufficientSlicesError,
     JobPreempted,
@@ -24,8 +25,7 @@ from fairlead_tpu_executor import (
     TpuAcceleratorConfig,
     TpuRemoteManager,
 )
-from fairlead_tpu_executor import _groups as groups
-from fairlead_tpu_executor import _leases as leases
+from fairlead_tpu_executor import _reservation as reservation
 
 KIND = "v5p-16"
 
@@ -90,31 +90,26 @@ def test_a_host_dies(slices, spare, record, eventually):
         new = spare()
         assert run.answer() == [new, new]
         assert [one.slice_name for one in pool.slices] == [new]
-        assert (pool.statistics().preemptions, pool.statistics().attempts) == (1, 2)
         assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1, f"{new}.0": 1, f"{new}.1": 1}
         pids = [line.split()[0] for worker in (0, 1) for line in record.of(f"{lost}.{worker}")]
         assert eventually(lambda: all(map(gone, pids)))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_host_dies_while_its_slice_is_taken(slices, spare, monkeypatch, count):
-    """A run goes on with another slice if worker 0 dies while its port is leased (seam: the last lease before work).
-
-    With one slice this is the port of its own coordinator, with two that of the coordinator of both.
-    """
-    lost, *others = names = [spare() for _ in range(count + 1)]
-    lease_ports, calls = leases.lease_ports, []
+def test_a_host_dies_while_its_slice_is_taken(slices, spare, monkeypatch):
+    """A run goes on with another slice if worker 0 dies while its port is leased (seam: the lease)."""
+    lost, other = spare(), spare()
+    lease_ports, calls = reservation.lease_ports, []
 
     def lose(slots, **ports):
         calls.append(slots)
-        if len(calls) == count:
+        if len(calls) == 1:
             slices.kill(lost, 0)
         return lease_ports(slots, **ports)
 
-    monkeypatch.setattr(leases, "lease_ports", lose)
-    with SlicePool(KIND, count, max_retries_failure=0, max_retries_preemption=0) as pool:
-        assert pool.run(lambda: os.environ["TPU_SLICE_NAME"]) == [name for name in others for _ in range(2)], names
+    monkeypatch.setattr(reservation, "lease_ports", lose)
+    with SlicePool(KIND, max_retries_failure=0, max_retries_preemption=0) as pool:
+        assert pool.run(lambda: os.environ["TPU_SLICE_NAME"]) == [other, other]
 
 
 @pytest.mark.nightly
@@ -164,7 +159,6 @@ def test_exactly_the_lost_slice_is_replaced(slices, spare):
         new = spare()
         assert pool.run(lambda: os.environ["TPU_SLICE_NAME"]) == [names[1]] * 2 + [new] * 2
         assert pool.slots()[0].placement_group.id == kept
-        assert pool.statistics().reservations == 3
 
 
 def test_a_preemption_notice(slices, spare, record, eventually):
@@ -218,29 +212,39 @@ def test_capacity_that_arrives_late(slices, spare, pauses, eventually):
 
 
 def wanted():
-    """Return the bundles of the requests that an autoscaler sees: what Ray has not placed."""
+    """Return the requests that an autoscaler sees, as the numbers of heads of slices: what Ray has not placed."""
     table = ray.util.placement_group_table().values()
-    return [[*row["bundles"].values()] for row in table if row["state"] == "PENDING"]
+    pending = [row["bundles"].values() for row in table if row["state"] == "PENDING"]
+    return [sum(bundle.get(f"TPU-{KIND}-head", 0.0) for bundle in bundles) for bundles in pending]
 
 
 def test_request_to_an_autoscaler(slices, spare, monkeypatch, eventually):
-    """The pool requests worker 0 of each missing slice from an autoscaler, and takes the slice that comes."""
+    """The pool requests all slices that it does not hold, holds no free one meanwhile, and takes those that come."""
     # There is no autoscaler on this machine; Ray's own for tests would end every other Ray.
-    monkeypatch.setattr(groups.extension, "autoscaler_is_there", lambda: True)
-    run = Run(RayExecutor.execute, lambda: os.environ["TPU_SLICE_NAME"], TpuAcceleratorConfig(KIND))
-    assert eventually(lambda: wanted() == [[{"TPU-v5p-16-head": 1.0}]], 120), wanted()
-    name = spare()
-    assert run.answer(300).result == [name, name]
+    monkeypatch.setattr(extension, "autoscaler_is_there", lambda: True)
+    names = [spare()]
+    run = Run(RayExecutor.autoscale_execute, lambda: os.environ["TPU_SLICE_NAME"], TpuAcceleratorConfig(KIND, 2))
+    assert eventually(lambda: wanted() == [2.0], 120), wanted()
+    # The request is steady, and another job can use the slice that is free.
+    with SlicePool(KIND) as other:
+        assert [place.slice_name for place in other.slices] == names
+        assert other.run(lambda: os.environ["TPU_SLICE_NAME"]) == names * 2
+        assert wanted() == [2.0]
+    assert wanted() == [2.0]
+    names.append(spare())
+    assert run.answer(300).result == [name for name in names for _ in range(2)]
     assert wanted() == []
 
 
-def test_no_answer_of_an_autoscaler(slices, monkeypatch, eventually):
-    """When the scale timeout ends, the request ends with its round (seam: the length of a round)."""
-    monkeypatch.setattr(groups.extension, "autoscaler_is_there", lambda: True)
-    monkeypatch.setattr(groups, "ROUND_S", 1.0)
+def test_no_answer_of_an_autoscaler(slices, spare, monkeypatch):
+    """When the scale timeout ends, so does the request; a smaller allowed number of slices is accepted."""
+    monkeypatch.setattr(extension, "autoscaler_is_there", lambda: True)
     with pytest.raises(InsufficientSlicesError, match="there are no others"):
-        RayExecutor.execute(lambda: None, TpuAcceleratorConfig("v6e-16", scale_timeout_s=1))
-    assert eventually(lambda: wanted() == [], 60)
+        RayExecutor.execute(lambda: None, TpuAcceleratorConfig(KIND, scale_timeout_s=1))
+    name = spare()
+    config = TpuAcceleratorConfig(KIND, [1, 2], scale_timeout_s=3)
+    assert RayExecutor.autoscale_execute(lambda: os.environ["TPU_SLICE_NAME"], config).result == [name, name]
+    assert wanted() == []
 
 
 OTHER_JOB = """

@@ -18,7 +18,6 @@ from fairlead_tpu_executor import (
     InsufficientSlicesError,
     JobFailed,
     JobSucceeded,
-    PoolBusyError,
     RayExecutor,
     SlicePool,
     TpuAcceleratorConfig,
@@ -130,7 +129,6 @@ def test_a_failure_is_repeated(slices, record):
         before = groups(pool)
         result = pool.run(once)
         assert groups(pool) == before
-        assert (pool.statistics().reservations, pool.statistics().attempts, pool.statistics().failures) == (1, 2, 1)
     for worker in (0, 1):
         first, second = (line.split() for line in record.of(f"slice-1.{worker}"))
         assert first[0] != second[0]  # a fresh process
@@ -211,7 +209,6 @@ def test_grows_back(slices):
         assert len(pool.slices) == 1
         other.close()
         assert len(pool.run(where)) == 4
-        assert pool.statistics().reservations == 2
 
 
 def test_bad_configuration(slices, record):
@@ -241,7 +238,6 @@ def test_bad_configuration(slices, record):
     with pytest.raises(ValueError, match="num_returns"):
         RayExecutor.execute(ray.remote(num_returns=2)(fine), ONE)
     assert record.counts() == {}
-    assert held.statistics().attempts == 0
 
 
 def test_two_runs_in_one_pool(slices):
@@ -251,7 +247,6 @@ def test_two_runs_in_one_pool(slices):
         assert groups(pool) == before
         assert [node_id for node_id, _ in first] == [node_id for node_id, _ in second]
         assert {pid for _, pid in first}.isdisjoint(pid for _, pid in second)
-        assert pool.statistics().reservations == 2
 
 
 def test_never_an_old_process(slices):
@@ -282,8 +277,8 @@ def test_everything_is_given_back(slices):
     SlicePool("v4-16").reserve()  # never closed: the finalizer gives it back
 
 
-def test_a_second_run_queues(slices, record):
-    """Two runs in one pool run one after the other; without queueing, an error names the current run."""
+def test_a_second_run_queues(slices, record, eventually):
+    """Two runs in one pool run one after the other, each with the whole pool."""
 
     def slow(name):
         record.write(name, "begins")
@@ -292,24 +287,18 @@ def test_a_second_run_queues(slices, record):
         record.write(name, "ends")
         return name
 
-    with SlicePool("v4-16") as pool, SlicePool("v4-16", queue_timeout_s=0) as impatient:
+    with SlicePool("v4-16") as pool:
         answers = {}
         threads = [threading.Thread(target=lambda n=n: answers.update({n: pool.run(slow, n)})) for n in "ab"]
-        other = threading.Thread(target=lambda: answers.update({"c": impatient.run(slow, "c")}))
-        for thread in (*threads, other):
+        for thread in threads:
             thread.start()
-        while not record.of("slice-2.0"):
-            time.sleep(0.01)
-        with pytest.raises(PoolBusyError, match="slow runs in this pool"):
-            impatient.run(slow, "d")
+        assert eventually(lambda: record.of("slice-1.0"), 120)
         (record.folder / "end").touch()
-        for thread in (*threads, other):
-            thread.join()
-        assert answers == {name: [name, name] for name in "abc"}
-    noted = [line.split()[1:] for line in record.of("slice-1.0")]
-    assert sorted(noted[:2] + noted[2:]) == sorted([[n, what] for n in "ab" for what in ("begins", "ends")])
-    assert [name for name, _ in noted] in (list("aabb"), list("bbaa"))
-    assert [line.split()[1] for line in record.of("slice-2.0")] == ["c", "c"]
+        for thread in threads:
+            thread.join(150)
+        assert answers == {name: [name, name] for name in "ab"}
+    noted = [line.split()[1] for line in record.of("slice-1.0")]
+    assert noted in (list("aabb"), list("bbaa"))
 
 
 def test_a_slot_that_is_taken(slices):
@@ -432,12 +421,12 @@ def test_options_of_ray_remote(slices):
 
 def test_hosts_need_only_ray(slices, tmp_path):
     """The code that is sent to a host can be unpickled where nothing of Fairlead is installed."""
-    sent = (_host.call, _host.HostActor, _host.wait_for_lock, _host.call_method)
+    sent = (_host.wait_for_lock, _host.call_method)
     (tmp_path / "sent").write_bytes(ray.cloudpickle.dumps(sent))
     code = """if True:
         import sys, ray
         sys.modules.update(fairlead_tpu_executor=None, fairlead_placement=None)
-        call, actor, wait_for_lock, call_method = ray.cloudpickle.load(open("sent", "rb"))
+        wait_for_lock, call_method = ray.cloudpickle.load(open("sent", "rb"))
         wait_for_lock("nobody", 1.0)
         assert call_method(str, (5,), {}, "zfill", 3) == "005"
     """

@@ -24,8 +24,8 @@ from fairlead_tpu_executor._work import check_call, check_method, inspect_work, 
         (TpuAcceleratorConfig, {"scale_timeout_s": "4"}, "scale_timeout_s"),
         (TpuAcceleratorConfig, {"replace_timeout_s": None}, "replace_timeout_s"),
         (TpuAcceleratorConfig, {"grace_s": True}, "grace_s"),
-        (TpuAcceleratorConfig, {"execution_env": {"env_vars": {"A": 1}}}, "Convert it"),
-        (TpuAcceleratorConfig, {"execution_env": {"env_vars": ["A"]}}, "must be a dict"),
+        (TpuAcceleratorConfig, {"execution_env": {"env_vars": {"A": 1}}}, "the value 1 is of type"),
+        (TpuAcceleratorConfig, {"execution_env": {"env_vars": ["A"]}}, r"must be of type Dict\[str, str\]"),
         (TpuAcceleratorConfig, {"execution_env": "A=1"}, "execution_env"),
         (TpuAcceleratorConfig, {"max_retries_failure": 1.5}, "max_retries_failure"),
         (TpuAcceleratorConfig, {"tpu_version": "v4-8", "type": "v4-32"}, "another name of tpu_version='v4-8'"),
@@ -51,11 +51,7 @@ def test_wrong_types(config, options, said):
         (TpuAcceleratorConfig, {"scale_timeout_s": -1}, "negative"),
         (TpuAcceleratorConfig, {"grace_s": float("nan")}, "negative"),
         (TpuAcceleratorConfig, {"grace_s": float("inf")}, "infinite"),
-        (TpuAcceleratorConfig, {"queue_timeout_s": float("inf")}, "infinite"),
         (TpuAcceleratorConfig, {"max_retries_preemption": -1}, "at least 0"),
-        (TpuAcceleratorConfig, {"resources": {"TPU": 1}}, "cpu_count and the type"),
-        (TpuAcceleratorConfig, {"resources": {"x": 0}}, "above 0"),
-        (TpuAcceleratorConfig, {"execution_env": {"env_vars": {"A=B": "1"}}}, "environment variable"),
         (GpuAcceleratorConfig, {"device_count": 0}, "at least 1"),
         (CpuAcceleratorConfig, {"worker_count": 0}, "at least 1"),
     ],
@@ -76,7 +72,6 @@ def test_values():
         one.pod_count = 3
     two = one.with_environment_variables({"B": "2"}, A="3")
     assert (dict(two.env_vars), dict(one.env_vars)) == ({"A": "3", "B": "2"}, {"A": "1"})
-    assert one.runtime_env == two.runtime_env == {"pip": ["x"]}
 
 
 def test_other_names():
@@ -89,9 +84,9 @@ def test_other_names():
 
 def test_bundles():
     """A bundle holds all chips of a host and, on worker 0, the lock of the slice."""
-    config = TpuAcceleratorConfig("v4-16", resources={"memory": 5.0})
-    assert config.bundle(None, 0) == {"CPU": 2.0, "TPU": 4.0, "memory": 5.0, "TPU-v4-16-head": 1.0}
-    assert config.bundle(None, 1) == {"CPU": 2.0, "TPU": 4.0, "memory": 5.0}
+    config = TpuAcceleratorConfig("v4-16")
+    assert config.bundle(None, 0) == {"CPU": 2.0, "TPU": 4.0, "TPU-v4-16-head": 1.0}
+    assert config.bundle(None, 1) == {"CPU": 2.0, "TPU": 4.0}
     gpus = GpuAcceleratorConfig(2, "H100", cpu_count=3)
     assert gpus.bundle(None, 0) == {"CPU": 3.0, "GPU": 2.0, "accelerator_type:H100": 0.001}
     assert gpus.request(None) == {"CPU": 3.0, "GPU": 2.0}
@@ -103,6 +98,7 @@ def test_pool_takes_either():
     config = CpuAcceleratorConfig(2)
     assert SlicePool(config, grace_s=1.0).config.grace_s == 1.0
     assert repr(SlicePool(config)) == "SlicePool(1 x cpu, 0 held)"
+    assert repr(SlicePool("v4-16", [1, 2])) == "SlicePool(1 or 2 x v4-16, 0 held)"
     with pytest.raises(TypeError, match="pod_count"):
         SlicePool(config, 2)
     with pytest.raises(ValueError, match="give worker_count, not a size"):

@@ -8,7 +8,6 @@ import pytest
 from fairlead_tpu_executor import (
     InsufficientSlicesError,
     OpenInstancesError,
-    PoolBusyError,
     PreemptionLimitError,
     SliceLostError,
     TpuExecutorError,
@@ -20,7 +19,6 @@ ERRORS = [
     InsufficientSlicesError("v4-16", (1, 2), 0, LACKS, 3.14),
     SliceLostError(("a", "b"), "worker 0 of a (10.0.0.1): NodeDiedError: gone"),
     PreemptionLimitError("train", 3, 2, "Slice(s) a were lost."),
-    PoolBusyError("train", 0.0),
     OpenInstancesError("Model"),
 ]
 
@@ -47,5 +45,4 @@ def test_messages():
     assert "there are no others" in str(InsufficientSlicesError("v4-8", (1,), 0, {}, 0.0))
     assert str(ERRORS[2]).startswith("Slice(s) a, b were lost: worker 0 of a (10.0.0.1)")
     assert "train was preempted 3 time(s), 2 were allowed" in str(ERRORS[3])
-    assert "train runs in this pool" in str(ERRORS[4])
-    assert "Instances of Model are open, and use its slices. Close them first" in str(ERRORS[5])
+    assert "Instances of Model are open, and use its slices. Close them first" in str(ERRORS[4])

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fairlead_tpu_executor._host import lock_owner, wait_for_lock
+from fairlead_tpu_executor._host import wait_for_lock
 
 HOLD = "import fcntl, sys, time; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, 2); print(flush=True); time.sleep({})"
 
@@ -37,7 +37,6 @@ def test_a_lock_of_another_process(hold):
     with pytest.raises(RuntimeError, match=rf"already in use: process {holder.pid} \(.*fcntl.*\) has locked {path}"):
         wait_for_lock(path, 0.1)
     assert holder.poll() is None
-    assert str(holder.pid) in lock_owner(path)
 
 
 def test_a_lock_that_is_released(hold):
@@ -45,7 +44,6 @@ def test_a_lock_that_is_released(hold):
     path, start = hold
     start(0.5)
     wait_for_lock(path, 60.0)
-    assert lock_owner(path) == ""
     start(600)
 
 

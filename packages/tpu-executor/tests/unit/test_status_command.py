@@ -7,11 +7,11 @@ from rich.console import Console
 
 from fairlead_placement import Node, ResourceHolder
 from fairlead_tpu_executor.__main__ import make_table, slice_rows
-from fairlead_tpu_executor._slices import SLICE_NAME, TOPOLOGY, TYPE, WORKER_ID
 
 
 def host(name, worker, kind, topology, tpus=4.0, used=0.0):
-    labels = {SLICE_NAME: name, WORKER_ID: str(worker), TOPOLOGY: topology, TYPE: kind}
+    values = {"slice-name": name, "worker-id": str(worker), "topology": topology, "pod-type": kind}
+    labels = {f"ray.io/tpu-{label}": value for label, value in values.items()}
     resources = {"TPU": tpus}
     return Node(f"{name}{worker}".ljust(12, "0"), "10.0.0.1", resources, {"TPU": tpus - used}, labels)
 

@@ -29,7 +29,6 @@ from fairlead_tpu_executor import (
 from fairlead_tpu_executor._verdicts import (
     STARTUP_FAILURES,
     HostError,
-    NodeLostError,
     judge,
     judge_one,
 )
@@ -69,7 +68,6 @@ class InitFailed(ActorDiedError):
         (Preempted(), "preempted"),
         (raised(Preempted()), "preempted"),
         (NodeDiedError("x"), "preempted"),
-        (NodeLostError("x"), "preempted"),
         (TaskPlacementGroupRemoved(), "preempted"),
         (OwnerDiedError("0" * 56, b"", ""), "error"),
         (ObjectLostError("0" * 56, b"", ""), "error"),
@@ -85,11 +83,10 @@ def test_one_error(error, kind):
 
 
 def test_text_of_a_traceback():
-    """A start-up message counts only as the exception's own, and only where there are accelerators."""
+    """A start-up message counts only as the exception's own."""
     quoted = raised(ValueError("bad argument"))
     assert "No accelerator found" in str(quoted)
     assert judge_one(quoted, False) == "failed"
-    assert judge_one(raised(RuntimeError(STARTUP_FAILURES[0])), False, accelerators=False) == "failed"
 
 
 ERRORS = {
@@ -106,39 +103,37 @@ ERRORS = {
 def test_a_loss_explains_the_rest(kinds, gone):
     """A lost host outweighs the errors of the others, in any order; then comes the function, then the system."""
     errors = [HostError(SLICE, worker, ERRORS[kind]) for kind, worker in kinds]
-    status, dead = judge(INFO, errors, gone)
+    status = judge(INFO, errors, gone)
     lost = any(kind == "preempted" or SLICE.node_ids[worker] in gone for kind, worker in kinds)
     user = any(kind == "failed" for kind, _ in kinds)
     assert status.info.state == ("preempted" if lost else "failed" if user else "error")
     assert type(status) is {"preempted": JobPreempted, "failed": JobFailed, "error": JobError}[status.info.state]
-    assert dead == {SLICE.node_ids[worker] for kind, worker in kinds if kind == "preempted"}
+    assert [host.is_of_dead_node for host in errors] == [kind == "preempted" for kind, _ in kinds]
 
 
 def test_an_accelerator_that_did_not_start():
     """It explains the errors of the other hosts, and a lost host explains it; its exception is the cause."""
     stuck = HostError(SLICE, 1, raised(RuntimeError("Couldn't open iommu group /dev/vfio/1")))
     other = HostError(SLICE, 0, raised(ValueError("no peer")))
-    status, dead = judge(INFO, [other, stuck], set())
-    assert (type(status), dead) == (JobPreempted, frozenset())
+    status = judge(INFO, [other, stuck], set())
+    assert isinstance(status, JobPreempted)
     assert status.error.__cause__ is stuck.error
-    status, _ = judge(INFO, [stuck, other], {"n0"})
-    assert status.error.__cause__ is other.error
-    assert isinstance(judge(INFO, [stuck], set(), accelerators=False)[0], JobFailed)
+    assert judge(INFO, [stuck, other], {"n0"}).error.__cause__ is other.error
 
 
 def test_statuses():
     """Each verdict gives an outcome with the error for the caller: the function's own exception, with its type."""
     own = ValueError("mine")
-    failed, _ = judge(INFO, [HostError(SLICE, 0, raised(own))], set())
+    failed = judge(INFO, [HostError(SLICE, 0, raised(own))], set())
     assert isinstance(failed, JobFailed)
     assert failed.error is own
     assert isinstance(failed.error.__cause__, RayTaskError)
-    preempted, _ = judge(INFO, [HostError(SLICE, 1, NodeDiedError("x"))], set())
+    preempted = judge(INFO, [HostError(SLICE, 1, NodeDiedError("x"))], set())
     assert isinstance(preempted, JobPreempted)
     assert isinstance(preempted.error, SliceLostError)
     assert preempted.error.slices == ("a",)
     assert "worker 1 of a (10.0.0.2): NodeDiedError" in str(preempted.error)
-    assert isinstance(judge(INFO, [HostError(SLICE, 0, ERRORS["error"])], set())[0], JobError)
+    assert isinstance(judge(INFO, [HostError(SLICE, 0, ERRORS["error"])], set()), JobError)
 
 
 def test_handle_ray_error():
@@ -148,5 +143,4 @@ def test_handle_ray_error():
     assert handle_ray_error(info, raised(own)) == JobFailed(info, own)
     assert isinstance(handle_ray_error(info, NodeDiedError("x")), JobPreempted)
     assert isinstance(handle_ray_error(info, WorkerCrashedError()), JobFailed)
-    assert isinstance(handle_ray_error(info, WorkerCrashedError(), node_gone=True), JobPreempted)
     assert isinstance(handle_ray_error(info, ray.exceptions.RaySystemError("x")), JobError)
