@@ -24,12 +24,12 @@ class ClassicCalls(AddressedWorkers):
 
     @property
     def dp_size(self) -> int:
-        """The number of tied groups; compatible with the original system."""
+        """The number of tied groups; compatible with NeMo RL."""
         return self._target.core.roster.now.places[-1].tied_group + 1
 
     @property
     def dp_leader_worker_indices(self) -> list[int]:
-        """The ranks of the first workers of the tied groups; compatible with the original system."""
+        """The ranks of the first workers of the tied groups; compatible with NeMo RL."""
         return [place.rank for place in self._target.core.roster.now.places if place.tied_rank == 0]
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
