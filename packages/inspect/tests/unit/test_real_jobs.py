@@ -349,6 +349,15 @@ def test_rank_in_a_collective_that_others_have_left():
         assert [one for one in diagnose(well) if one.kind == "deadlock"] == []
 
 
+def test_ranks_without_calls_in_one_collective():
+    """Ranks of Ray Train, of whose calls Ray lists none, are no all-clear if all of them spin in one collective."""
+    for how in ({**SPINS, "before": ALL_REDUCE}, {"ticks": 1, "switches": 3, "age": 0.1, "before": ALL_REDUCE}):
+        status, _, (found,) = verdict(train_job([ALL_REDUCE] * 3, **how))
+        assert (status, found.kind) == (4, "together")
+    assert verdict(train_job([ALL_REDUCE] * 3, age=5.0))[0] == 0
+    assert verdict(train_job([ALL_REDUCE] * 3, ticks=9, switches=3, age=0.0, before=BARRIER))[0] == 0
+
+
 def test_forgotten_breakpoint():
     """Who waits at a breakpoint for a debugger that nobody attaches is named, and is no server."""
     listens = (

@@ -274,7 +274,10 @@ def _all_inside(case: Case, wait: Wait) -> Finding | None:
     workers, at = wait.workers, [case.at(key) for key in wait.waiters]
     if len(at) < 2 or workers is None or (workers.missing and not case.snapshot.partial):
         return None
-    if (case.waited(wait) or 0.0) < case.after_s or any(place.moves for place in at):
+    # Ranks that spin or wake up, and whose calls Ray does not list, as those of Ray Train, may have waited for long.
+    ages = [place.since_s for place in at if place.motion == "still" and place.since_s is not None]
+    age = min(ages, default=case.waited(wait))
+    if any(place.moves for place in at) or (age is not None and age < case.after_s):
         return None
     classes = {tuple(frame for frame in case.at(key).where if frame.line or frame == case.at(key).where[0]): key
                for key in wait.waiters}  # fmt: skip
@@ -310,8 +313,7 @@ def _standing(case: Case) -> list[str]:
             continue
         if key == graph.driver and (asleep or at.kind == "opaque" or key in graph.waiters):
             continue
-        age = case.age(key)[0]
-        age = call if age is None else age
+        age = call if (own := case.age(key)[0]) is None else own
         if key in called:
             stands = not at.moves and not (at.kind == "unread" and key in graph.processes)
             found += [key] if stands and (age is None or age >= case.after_s) else []
