@@ -162,6 +162,11 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
     # elsewhere.
     if any(key in graph.waiters or key in graph.absent for key in sinks):
         return None
+    if not sinks:  # they may wait for each other
+        ages = {key: case.age(key)[0] for key in graph.reach(wait.waiters)}
+        if not any(case.at(key).moves or (age is not None and age < case.after_s) for key, age in ages.items()):
+            suspects.update(dict.fromkeys(ages, "waits for others that may wait for it"))
+        return None
     if moving := [key for key in sinks if case.at(key).moves]:
         if (text := _find_doubt(case, moving, wait)) is None:
             said = "others wait for it, and it makes progress"
@@ -301,8 +306,9 @@ def _standing(case: Case) -> list[str]:
     waits = {key for wait in graph.waits if wait.kind != "calls" for key in wait.waiters}
     targets = {key for wait in graph.waits for key in wait.targets}
     asleep = case.sleeps(graph.driver)
-    awaited = [wait for wait in graph.waits if wait.kind == "calls" and not (asleep and graph.driver in wait.waiters)]
-    called = {key for wait in awaited for key in wait.targets}
+    idle = {graph.driver} if asleep else set[str]()
+    awaited = (wait for wait in graph.waits if wait.kind != "collective" and idle.isdisjoint(wait.waiters))
+    called = {key for wait in awaited for key in wait.targets} - graph.absent
     for key in [*graph.positions, *sorted(called - graph.positions.keys())]:
         at, call = case.at(key), case.call_age(key)
         if key in waits or key in graph.infrastructure or at.motion == "stopped":
