@@ -82,9 +82,7 @@ def _parse_death(row: Any) -> Death:
     message = getattr(context, "error_message", "") or of.removesuffix("_context").replace("_", " ")
     intended = reason in ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED") or "INTENDED" in message
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    said = next(
-        (line for line in lines if line.startswith("Worker exit detail")), lines[0] if lines else "unknown cause"
-    )
+    said = next((line for line in lines if line.startswith("Worker exit detail")), (lines or ["unknown cause"])[0])
     return Death(said.removeprefix("Worker exit detail: ")[:300], intended, row.end_time / 1e3)
 
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 from seen import (
@@ -44,6 +46,7 @@ REPORT = (
     Frame(SITE + "ray/train/v2/_internal/execution/context.py", "TrainContext._sync_checkpoint_dir_name", 254),
     Frame("/w/step.py", "train", 44),
 )
+CHANNEL = (Frame(SITE + "ray/experimental/channel/shared_memory_channel.py", "Channel.read", 400),)
 EVENT, TIMER = "an event", "an event or a timer"
 # An event loop without a frame of a coroutine.
 EVENTS = (Frame("/py/lib/python3.11/asyncio/base_events.py", "BaseEventLoop._run_once", 1884),)
@@ -349,6 +352,15 @@ def test_rank_in_a_collective_that_others_have_left():
         assert [one for one in diagnose(well) if one.kind == "deadlock"] == []
 
 
+def test_ranks_without_calls_in_one_collective():
+    """Ranks of Ray Train, of whose calls Ray lists none, are no all-clear if all of them spin in one collective."""
+    for how in ({**SPINS, "before": ALL_REDUCE}, {"ticks": 1, "switches": 3, "age": 0.1, "before": ALL_REDUCE}):
+        status, _, (found,) = verdict(train_job([ALL_REDUCE] * 3, **how))
+        assert (status, found.kind) == (4, "together")
+    assert verdict(train_job([ALL_REDUCE] * 3, age=5.0))[0] == 0
+    assert verdict(train_job([ALL_REDUCE] * 3, ticks=9, switches=3, age=0.0, before=BARRIER))[0] == 0
+
+
 def test_forgotten_breakpoint():
     """Who waits at a breakpoint for a debugger that nobody attaches is named, and is no server."""
     listens = (
@@ -423,10 +435,9 @@ def test_timer_of_an_event_loop():
 @pytest.mark.parametrize("waits", [GET, EVENTS])
 def test_call_of_a_process_that_was_not_seen_to_move(stands, waits):
     """A driver whose waits cannot be read, and that has made a call that runs for long, is no all-clear."""
-    channel = (Frame(SITE + "ray/experimental/channel/shared_memory_channel.py", "Channel.read", 400),)
     callee = {
         "idle": [process(1000, IDLE)],
-        "channel": [process(1000, channel, age=None)],
+        "channel": [process(1000, CHANNEL, age=None)],
         "unknown": [process(1000, QUEUE, ticks=2, switches=3, age=0.1)],
         "gone": [],
     }[stands]
@@ -436,6 +447,38 @@ def test_call_of_a_process_that_was_not_seen_to_move(stands, waits):
     status, blamed, found = verdict(snapshot)
     assert (status, blamed, suspects(found)) == (4, [], [1000])
     assert verdict(replace(snapshot, calls=(replace(call, began=NOW - 5),)))[0] == 0
+
+
+STACKS = (QUEUE, ALL_REDUCE, BARRIER, BACKWARD, REPORT, JOIN, CHANNEL, *((GET, peer) for peer in range(3)))
+STANDS = ({}, {"age": None}, SPINS, {"ticks": 1, "switches": 3, "age": 0.1})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(STACKS), st.sampled_from(STANDS), st.sampled_from("AB")), min_size=1, max_size=4
+    ),
+    st.sampled_from(["get", "wait", "events"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_never_an_all_clear_for_actors_that_stand(actors, driver_waits, has_ranks, lists_calls):
+    """If every actor stands, whatever it stands in, and for whatever the driver waits, the status is not 0."""
+    processes, size = [], len(actors)
+    for number, (stack, how, _) in enumerate(actors):
+        get = stack[0] is GET
+        frames = GET if get else stack
+        more = {"refs": [ref(actor_id(stack[1] % size), 9)]} if get else {}
+        env = environ(number, size) if has_ranks else None
+        processes.append(process(1000 + number, frames, env=env, **more, **({"before": frames, **how} if how else {})))
+    refs = [ref(actor_id(number), any_=driver_waits == "wait") for number in range(size)]
+    waits = process(811, EVENTS, driver=True)
+    if driver_waits != "events":
+        waits = process(811, GET, driver=True, refs=refs, switches=1, before=GET, age=0.5)
+    listed = lists_calls or driver_waits == "events"
+    calls = [Call(task(actor_id(to)), "f", actor_id(to), "RUNNING", NOW - 200) for to in range(size) if listed]
+    own = [actor(number, name) for number, (_, _, name) in enumerate(actors)]
+    assert verdict(look(own, [waits, *processes], calls=tuple(calls)))[0] != 0
 
 
 def test_file_system_that_does_not_answer(tmp_path):

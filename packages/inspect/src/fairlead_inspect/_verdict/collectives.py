@@ -43,11 +43,8 @@ def _find_mismatch(case: Case, workers: WorkerSet) -> Finding | None:
     busy = {key for key, place in at.items() if place.kind == "collective"}
     for records in groups.values():
         busy |= {key for key, record in records.items() if record.sends or record.begun > record.done}
-    compared = [
-        _compare(case, workers, group, busy)
-        for group in groups.values()
-        if len(group) == next(iter(group.values())).size
-    ]
+    whole = (group for group in groups.values() if len(group) == next(iter(group.values())).size)
+    compared = [_compare(case, workers, group, busy) for group in whole]
     return max(filter(None, compared), key=lambda odd: (odd.blames, odd.waiting.count), default=None)
 
 

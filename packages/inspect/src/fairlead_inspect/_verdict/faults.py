@@ -168,9 +168,8 @@ def _find_pending(case: Case) -> list[Finding]:
             long = (case.waited(wait) or 0.0) >= case.after_s
             # The driver, or a task, may have one of these ranks.
             known = {process.environ.get("RANK") for process in case.graph.processes.values()}
-            joining = all(case.at(key).rendezvous for key in wait.waiters) and known.isdisjoint(
-                map(str, workers.missing)
-            )
+            joining = known.isdisjoint(map(str, workers.missing))
+            joining &= all(case.at(key).rendezvous for key in wait.waiters)
             more = {"ranks": workers.missing[:256], "rank_confidence": workers.confidence, "moves": not long}
             text = "has not joined: no actor has that rank"
             found.append(case.say("missing", [], text, wait, workers=workers, blames=long and joining, **more))
@@ -268,9 +267,8 @@ def _find_deadlocks(case: Case) -> list[Finding]:
     text = f"wait for each other: {names}"
     if len(cycle) == 1:
         text = "waits for a call of itself, which cannot begin before this one is over"
-    finding = case.blame(
-        "deadlock", cycle, text, waits[0], (None, ""), Evidence("references in memory", names), sure=still
-    )
+    fact = Evidence("references in memory", names)
+    finding = case.blame("deadlock", cycle, text, waits[0], (None, ""), fact, sure=still)
     return [finding if still else replace(finding, blames=False, confidence="guess", moves=moves)]
 
 

@@ -162,6 +162,11 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
     # elsewhere.
     if any(key in graph.waiters or key in graph.absent for key in sinks):
         return None
+    if not sinks:  # they may wait for each other
+        ages = {key: case.age(key)[0] for key in graph.reach(wait.waiters)}
+        if not any(case.at(key).moves or (age is not None and age < case.after_s) for key, age in ages.items()):
+            suspects.update(dict.fromkeys(ages, "waits for others that may wait for it"))
+        return None
     if moving := [key for key in sinks if case.at(key).moves]:
         if (text := _find_doubt(case, moving, wait)) is None:
             said = "others wait for it, and it makes progress"
@@ -274,7 +279,10 @@ def _all_inside(case: Case, wait: Wait) -> Finding | None:
     workers, at = wait.workers, [case.at(key) for key in wait.waiters]
     if len(at) < 2 or workers is None or (workers.missing and not case.snapshot.partial):
         return None
-    if (case.waited(wait) or 0.0) < case.after_s or any(place.moves for place in at):
+    # Ranks that spin or wake up, and whose calls Ray does not list, as those of Ray Train, may have waited for long.
+    ages = [place.since_s for place in at if place.motion == "still" and place.since_s is not None]
+    age = min(ages, default=case.waited(wait))
+    if any(place.moves for place in at) or (age is not None and age < case.after_s):
         return None
     classes = {tuple(frame for frame in case.at(key).where if frame.line or frame == case.at(key).where[0]): key
                for key in wait.waiters}  # fmt: skip
@@ -298,8 +306,9 @@ def _standing(case: Case) -> list[str]:
     waits = {key for wait in graph.waits if wait.kind != "calls" for key in wait.waiters}
     targets = {key for wait in graph.waits for key in wait.targets}
     asleep = case.sleeps(graph.driver)
-    awaited = [wait for wait in graph.waits if wait.kind == "calls" and not (asleep and graph.driver in wait.waiters)]
-    called = {key for wait in awaited for key in wait.targets}
+    idle = {graph.driver} if asleep else set[str]()
+    awaited = (wait for wait in graph.waits if wait.kind != "collective" and idle.isdisjoint(wait.waiters))
+    called = {key for wait in awaited for key in wait.targets} - graph.absent
     for key in [*graph.positions, *sorted(called - graph.positions.keys())]:
         at, call = case.at(key), case.call_age(key)
         if key in waits or key in graph.infrastructure or at.motion == "stopped":
@@ -310,8 +319,7 @@ def _standing(case: Case) -> list[str]:
             continue
         if key == graph.driver and (asleep or at.kind == "opaque" or key in graph.waiters):
             continue
-        age = case.age(key)[0]
-        age = call if age is None else age
+        age = call if (own := case.age(key)[0]) is None else own
         if key in called:
             stands = not at.moves and not (at.kind == "unread" and key in graph.processes)
             found += [key] if stands and (age is None or age >= case.after_s) else []
