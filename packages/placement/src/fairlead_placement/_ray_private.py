@@ -165,19 +165,14 @@ def connect_to_head(address: str, *, find_token: bool = False) -> None:
 
 
 def autoscaler_is_there() -> bool:
-    """Return whether an autoscaler that may add nodes has reported its state to Ray."""
-    return infeasible_groups() is not None
-
-
-def infeasible_groups() -> frozenset[str] | None:
-    """Return the ids of the placement groups that an autoscaler cannot add nodes for; None if no autoscaler adds nodes.
+    """Return whether an autoscaler that may add nodes has reported its state to Ray.
 
     Each head has an autoscaler, which adds nothing without a configuration. Version 1 then reports each node's type as
     "node_<id>". Version 2 reports no types, but launches nothing if the head lacks the instance id that launchers give
-    to nodes. If nodes have such ids, as on KubeRay without autoscaling, it reports groups that have no room.
+    to nodes.
 
-    Reason: nothing public shows what an autoscaler has reported. Version 1 does not report what is infeasible.
-    Fallback: None, also before the first report. A request that the present nodes cannot hold is then refused at once.
+    Reason: nothing public shows what an autoscaler has reported.
+    Fallback: False, as before the first report. A request that the present nodes cannot hold is then refused at once.
     """
     with contextlib.suppress(*_MISSING):
         from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
@@ -186,13 +181,12 @@ def infeasible_groups() -> frozenset[str] | None:
         status = GetClusterStatusReply.FromString(client.get_cluster_status())
         state, nodes = status.autoscaling_state, status.cluster_resource_state.node_states
         if state.last_seen_cluster_resource_state_version and any(node.instance_id for node in nodes):
-            return frozenset(gang.details.partition(":")[0] for gang in state.infeasible_gang_resource_requests)
+            return True
         key = ray._private.ray_constants.DEBUG_AUTOSCALING_STATUS
         report = json.loads(client.internal_kv_get(key.encode(), None) or "{}").get("autoscaler_report") or {}
         types = report.get("node_type_mapping") or {}
-        if any(name != f"node_{node_id}" for node_id, name in types.items()):
-            return frozenset()
-    return None
+        return any(name != f"node_{node_id}" for node_id, name in types.items())
+    return False
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ MAY_STAY = ("crash", "silent", "node", "drain", "hook hangs", "Ctrl-C in the shu
 REFUSED = (
     "use other slots.",
     "or give other slots.",
-    "Reserve more with cluster.extend().",
+    "Make a new group on a larger cluster.",
     *(f"the group has ranks 0 to {last}" for last in range(8)),
 )
 # The time that a change may take, and a call.
