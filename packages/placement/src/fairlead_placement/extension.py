@@ -40,7 +40,7 @@ from ._ray_private import (
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
 from ._reserve.groups import remove as remove_placement_groups
-from ._reserve.slots import number_slots, read_slots
+from ._reserve.slots import number_slots
 from ._show import Waiting
 from ._terminal import COMMAND_MARK, Output, add_command, attach, run_command
 from .exceptions import ErrorWithFields
@@ -80,7 +80,6 @@ __all__ = [
     "read_boards",
     "read_holders",
     "read_nodes",
-    "read_slots",
     "refuse_client",
     "release_when_dropped",
     "remove_placement_groups",

@@ -11,12 +11,19 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from fairlead_placement import HeadTimeoutError, PlacementError, PlacementTimeoutError, RayVirtualCluster, _cli
+from fairlead_placement import (
+    HeadTimeoutError,
+    PlacementError,
+    PlacementTimeoutError,
+    RayVirtualCluster,
+    _cli,
+    read_slots,
+)
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._reserve import groups
 from fairlead_placement._reserve import held as _held
-from fairlead_placement.extension import head_deadline, read_slots
+from fairlead_placement.extension import head_deadline
 from fairlead_placement.testing import assert_no_leaks
 
 pytestmark = pytest.mark.usefixtures("local_ray")

@@ -7,8 +7,8 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster
-from fairlead_placement.extension import claim_slots, read_slots
+from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster, read_slots
+from fairlead_placement.extension import claim_slots
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

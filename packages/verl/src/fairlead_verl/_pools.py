@@ -10,8 +10,7 @@ from ray.util.placement_group import PlacementGroup
 from verl.plugin.platform import get_platform
 from verl.single_controller.ray import base
 
-from fairlead_placement import RayVirtualCluster, Slot
-from fairlead_placement.extension import read_slots
+from fairlead_placement import RayVirtualCluster, Slot, read_slots
 
 # The slots of each placement group, in physical order, and its cluster, which holds the reservation if this process has
 # made it. verl merges and splits pools by their placement groups alone, and never releases them.
