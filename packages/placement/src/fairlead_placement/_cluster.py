@@ -10,19 +10,26 @@ from typing import Any, Literal, NoReturn
 from ray.util.placement_group import PlacementGroup
 from rich.console import Console, RenderableType
 
-from . import _model
-from ._model import ClusterConfig, Request, Strategy, check_positive, check_seconds
+from ._model import (
+    ClusterConfig,
+    Strategy,
+    check_counts,
+    check_positive,
+    check_seconds,
+    make_request,
+)
 from ._nodes.head import head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
 from ._nodes.usage import NodeUsage
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
-from ._reserve.gpus import check_gpu_ids
 from ._reserve.held import GIVE_BACK_S, Holding, find_bundles
 from ._reserve.wait import examine
 from ._show import ReservationReport, count_bundles, draw
 from ._slot import Slot
 from .exceptions import PlacementError
+
+Backend = Literal["nccl", "gloo"]
 
 
 class RayVirtualCluster:
@@ -70,6 +77,10 @@ class RayVirtualCluster:
     (6, 2)
     """
 
+    # Of a view, its cluster, and its slots, as numbers among those of a logical node, which stay if a slot is replaced.
+    _parent: "RayVirtualCluster | None" = None
+    _places: frozenset[tuple[int, int]] | None = None
+
     def __init__(
         self,
         bundle_ct_per_node_list: list[int],
@@ -89,12 +100,12 @@ class RayVirtualCluster:
         accelerator_type: str | None = None,
         cpus_per_worker: int = 1,
         monitor_memory: bool = False,
-        communication_backend: Literal["nccl", "gloo"] | None = None,
+        communication_backend: Backend | None = None,
         label_selector: Mapping[str, str] | None = None,
         reserve_timeout_s: float = 180.0,
         wait_for_nodes_s: float = 0.0,
     ) -> None:
-        counts = _model.check_counts("bundle_ct_per_node_list", bundle_ct_per_node_list)
+        counts = check_counts(bundle_ct_per_node_list)
         if communication_backend not in ("nccl", "gloo", None):
             raise ValueError(f"communication_backend must be 'nccl', 'gloo' or None, got {communication_backend!r}")
         if use_gpus or num_gpus_per_node != 0:
@@ -110,41 +121,25 @@ class RayVirtualCluster:
         self.node_resource_constraints = node_resource_constraints
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
-
-        capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
-        self._accelerators = {"GPU": 1.0} if use_gpus else {}
-        if accelerators is not None:
-            self._accelerators = _model.check_accelerators(accelerators, use_gpus, capacity)
-        gpus = self._accelerators.get("GPU", 0.0)
-        self.use_gpus: bool = gpus > 0
-        wanted: Mapping[int, frozenset[str]] = {}
-        if gpu_ids is not None and gpu_ids != "auto":
-            wanted = check_gpu_ids(gpu_ids, counts, gpus, placement_group_strategy, segment_size)
-        self.communication_backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if gpus else "gloo")
-        if segment_size is not None:
-            _model.check_segments(segment_size, sum(map(bool, counts)), placement_group_strategy)
-        asks = _model.make_asks(
+        request = make_request(
             counts,
-            capacity * cpus_per_worker,
-            placement_group_strategy,
-            self._accelerators,
-            accelerator_type,
-            label_selector,
-            node_resource_constraints,
-        )
-        request = Request(
-            asks=tuple(asks),
             name=name,
-            capacity=capacity,
-            gpu_ids=wanted,
+            capacity=max(max_colocated_worker_groups, 2 if enable_colocation else 1),
+            cpus_per_worker=cpus_per_worker,
+            strategy=placement_group_strategy,
+            use_gpus=use_gpus,
+            accelerators=accelerators,
+            accelerator_type=accelerator_type,
+            labels=label_selector,
+            constraints=node_resource_constraints,
+            gpu_ids=None if gpu_ids == "auto" else gpu_ids,
             segment_size=segment_size,
             timeout_s=check_seconds("reserve_timeout_s", reserve_timeout_s),
             wait_for_nodes_s=check_seconds("wait_for_nodes_s", wait_for_nodes_s),
         )
         self._holding = Holding(request, monitor_memory=monitor_memory)
-        self._parent: RayVirtualCluster | None = None
-        # Of a view, its slots: each is a number among those of its logical node, which stays when a slot is replaced.
-        self._places: frozenset[tuple[int, int]] | None = None
+        self.use_gpus: bool = "GPU" in request.accelerators
+        self.communication_backend: Backend = communication_backend or ("nccl" if self.use_gpus else "gloo")
         release_when_dropped(self, self._holding.leak, self._holding.give_back)
 
     @classmethod
@@ -180,7 +175,7 @@ class RayVirtualCluster:
     def __repr__(self) -> str:
         held = self._holding.held
         state = "not reserved" if held is None else "its Ray has been shut down" if held.ray_ended else "reserved"
-        kind = ", ".join(self._accelerators) or "CPU"
+        kind = ", ".join(self._holding.request.accelerators) or "CPU"
         what = "RayVirtualCluster" if self._parent is None else "view of RayVirtualCluster"
         return f"{what}({list(self._counts)}, {kind}, name={self.name!r}, {state})"
 
@@ -394,7 +389,7 @@ class RayVirtualCluster:
             worker_groups: groups to draw in it. They have `name_prefix`, `world_size` and `worker_metadata`.
             title: replaces the headline that counts nodes and GPUs.
         """
-        return draw(self._counts, self._shown_slots(), self._accelerators, worker_groups, title)
+        return draw(self._counts, self._shown_slots(), self._holding.request.accelerators, worker_groups, title)
 
     def print_cluster_grid(self, worker_group: Any | None = None) -> None:
         """Print the grid, with the workers of one group. Reserves nothing."""
@@ -404,7 +399,7 @@ class RayVirtualCluster:
         """Print the grid with several groups, or with one. The default are all groups on this cluster."""
         groups = self.groups() if worker_groups is None else worker_groups
         groups = list(groups) if isinstance(groups, Iterable) else [groups]
-        counted = count_bundles(self._counts, self._accelerators)
+        counted = count_bundles(self._counts, self._holding.request.accelerators)
         Console().print(self.grid(groups, title=f"Ray Cluster Global View: {counted}, Worker Groups: {len(groups)}"))
 
     def shutdown(self) -> bool:

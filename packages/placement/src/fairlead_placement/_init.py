@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ray
 
 from ._nodes.background import run_in_thread
-from ._nodes.head import CLIENT_REMEDY, ask_head, refuse_client
+from ._nodes.head import CLIENT_REMEDY, refuse_client
 from ._ray_private import Raylet, cluster_file, connect_to_head, list_raylets
 from .exceptions import HeadTimeoutError, PlacementError
 
@@ -38,19 +38,18 @@ def init_ray(
     """Attach to the cluster that was named or announced, else start a local one.
 
     Without an address, that is the cluster that `RAY_ADDRESS` names, else the one that `ray start` of this user has
-    announced on this machine. Else it is the local one that an `init_ray` of this user has started last, with the same
-    `CUDA_VISIBLE_DEVICES` and `RAY_TMPDIR`, or a new one. One line says which it is and why. `init_ray` never
-    joins the private Ray of another program, nor one that another user has announced. It passes nothing of this
-    process's environment to the cluster and does not modify `os.environ`. (Ray itself records in it that a local
-    cluster uses token authentication.)
+    announced on this machine, else the local one that an `init_ray` of this user has started last, with the same
+    `CUDA_VISIBLE_DEVICES` and `RAY_TMPDIR`, or a new one. One line says which it is and why. `init_ray` never joins the
+    private Ray of another program. It passes nothing of this process's environment to the cluster and does not modify
+    `os.environ`, in which Ray itself records that a local cluster uses token authentication.
 
     Args:
         log_dir: where a local cluster keeps its logs and session files; Ray's own folder when None. The path must
             be short: Ray puts sockets below it, and a socket's path is limited to 107 bytes.
         address: the `host:port` of the cluster to attach to; "local" always starts a new one. "auto" never starts one.
             It also takes a local one that was started with other `CUDA_VISIBLE_DEVICES`, if that is the only one.
-        num_cpus: CPUs of a local cluster; None for those of the machine. A cluster that runs already keeps its size.
-        num_gpus: GPUs of a local cluster; None for those of the machine.
+        num_cpus: CPUs of a new local cluster; None for those of the machine. One that runs already keeps its size.
+        num_gpus: GPUs of a new local cluster; None for those of the machine.
 
     Returns:
         Ray's context, as `ray.init` returns it. `ray.shutdown()` ends what was started.
@@ -63,25 +62,13 @@ def init_ray(
         HeadTimeoutError: something listens at the address, but no Ray head answered there within 15 s.
     """
     refuse_client()
-    context: Any = None
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here):
             raise PlacementError(f"Ray is connected to {here} already. Call ray.shutdown() before {address!r} is used.")
         # Ray sets the level of its logger for good.
-        context = ray.init(ignore_reinit_error=True, logging_level=logging.getLogger("ray").level)
-    elif address != "local":
-        context = attach_to(address)
-    if context is not None:
-        wanted = {kind: number for kind, number in (("CPU", num_cpus), ("GPU", num_gpus)) if number}
-        has = ask_head("list what the cluster has", ray.cluster_resources, timeout_s=ATTACH_S) if wanted else {}
-        if any(number != has.get(kind, 0) for kind, number in wanted.items()):
-            logger.warning(
-                "init_ray(num_cpus=%s, num_gpus=%s) has no effect: it attached to a running Ray cluster. Pass "
-                'address="local" to start a cluster of this size.',
-                num_cpus,
-                num_gpus,
-            )
+        return ray.init(ignore_reinit_error=True, logging_level=logging.getLogger("ray").level)
+    if address != "local" and (context := attach_to(address)) is not None:
         return context
     options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": {local_tag(): 1}}
     if log_dir is not None:
@@ -105,9 +92,8 @@ def attach_to(
 ) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
-    The options are further arguments of `ray.init`. The head has `timeout_s` to answer; None is for `ATTACH_S`. With
-    `private`, for commands, it may be the Ray of another program, and the token of the user is taken for a cluster that
-    was named too, as Ray does for a cluster that it finds.
+    The head has `timeout_s` to answer; None is for `ATTACH_S`. With `private`, for commands, the token of the user is
+    taken for a cluster that was named too, as Ray does for a cluster that it finds.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
     if (target := find_target(named, private=private)) is None:
