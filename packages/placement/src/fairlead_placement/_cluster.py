@@ -13,7 +13,6 @@ from rich.console import Console, RenderableType
 from ._model import (
     ClusterConfig,
     Strategy,
-    check_counts,
     check_positive,
     check_seconds,
     make_request,
@@ -105,7 +104,6 @@ class RayVirtualCluster:
         reserve_timeout_s: float = 180.0,
         wait_for_nodes_s: float = 0.0,
     ) -> None:
-        counts = check_counts(bundle_ct_per_node_list)
         if communication_backend not in ("nccl", "gloo", None):
             raise ValueError(f"communication_backend must be 'nccl', 'gloo' or None, got {communication_backend!r}")
         if use_gpus or num_gpus_per_node != 0:
@@ -122,7 +120,7 @@ class RayVirtualCluster:
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
         request = make_request(
-            counts,
+            bundle_ct_per_node_list,
             name=name,
             capacity=max(max_colocated_worker_groups, 2 if enable_colocation else 1),
             cpus_per_worker=cpus_per_worker,

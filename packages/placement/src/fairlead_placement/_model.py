@@ -139,16 +139,6 @@ def count_bundles(bundle: Mapping[str, float], amounts: Mapping[str, float]) -> 
     return min((round(amounts.get(name, 0) * PRECISION) // unit for name, unit in units.items() if unit), default=0)
 
 
-def check_counts(counts: Any) -> tuple[int, ...]:
-    """Return the numbers of bundles per logical node."""
-    if not isinstance(counts, (list, tuple)) or not counts:
-        raise ValueError(f"bundle_ct_per_node_list must be a list with an entry per logical node, got {counts!r}")
-    for count in counts:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"bundle counts must be integers, 0 or more, got {count!r} in {counts!r}")
-    return tuple(counts)
-
-
 def check_positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -192,7 +182,7 @@ def _check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dic
 
 
 def make_request(
-    counts: Sequence[int],
+    counts: Any,
     *,
     name: str,
     capacity: int,
@@ -209,6 +199,11 @@ def make_request(
     wait_for_nodes_s: float,
 ) -> Request:
     """Return the request of a cluster from the arguments of its constructor, once they are checked."""
+    if not isinstance(counts, (list, tuple)) or not counts:
+        raise ValueError(f"bundle_ct_per_node_list must be a list with an entry per logical node, got {counts!r}")
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"bundle counts must be integers, 0 or more, got {count!r} in {counts!r}")
     if strategy not in STRATEGIES:
         raise ValueError(f"placement_group_strategy must be one of {list(STRATEGIES)}, got {strategy!r}")
     held = {"GPU": 1.0} if use_gpus else {}

@@ -54,17 +54,11 @@ def connection() -> object | None:
     Each `ray.init` makes another one, even for the same cluster: what the process held there before is gone.
 
     Reason: Ray's public ids of a connection are several calls, between which another thread may shut Ray down.
-    Fallback: these ids.
 
     >>> connection()
     """
     worker: Any = ray._private.worker
-    if not getattr(worker.global_worker, "connected", False):
-        return None
-    if (node := getattr(worker, "_global_node", None)) is not None:
-        return node  # type: ignore[no-any-return]
-    here = ray.get_runtime_context()
-    return here.get_session_name(), here.get_worker_id()
+    return worker._global_node if worker.global_worker.connected else None
 
 
 def draining_nodes() -> frozenset[str]:

@@ -16,7 +16,6 @@ from fairlead_placement._reserve import gpus
 from fairlead_placement.extension import (
     autoscaler_is_there,
     collect,
-    connection,
     drain_deadlines,
     draining_nodes,
     run_in_thread,
@@ -137,13 +136,3 @@ def test_collect_without_ray():
     """Without Ray no request is sent."""
     with pytest.raises(ray.exceptions.RaySystemError, match="Ray has been shut down"):
         collect({"a": lambda: pytest.fail("a request was sent")}, 1.0)
-
-
-def test_connection(monkeypatch):
-    """Without Ray's object for a connection, its public ids identify it."""
-    here = SimpleNamespace(get_session_name=lambda: "session", get_worker_id=lambda: "worker")
-    assert connection() is None
-    monkeypatch.setattr(ray._private.worker, "global_worker", SimpleNamespace(connected=True))
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
-    monkeypatch.delattr(ray._private.worker, "_global_node")
-    assert connection() == ("session", "worker")

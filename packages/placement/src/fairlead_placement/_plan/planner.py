@@ -40,7 +40,8 @@ def decide(
     or the largest requests prove that, and "taken" only if there is a plan for the nodes when nothing runs on them.
     """
     own_nodes = own_nodes or segment_size is not None
-    nodes = [node for node in nodes if not asks or matches(asks[0].labels, node.labels)]
+    if asks and asks[0].labels:
+        nodes = [node for node in nodes if matches(asks[0].labels, node.labels)]
     free = Site(asks, nodes, False, own_nodes)
     plan = free.make_plan(segment_size)
     if plan is not None:
