@@ -7,7 +7,7 @@ import time
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster
+from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster, lease_ports
 from fairlead_placement._nodes import functions
 from fairlead_placement.extension import find_here, run_on_nodes
 
@@ -114,6 +114,23 @@ def test_a_silent_head(cluster, ids, where, stop_process):
     with stop_process(cluster.head_node.all_processes["gcs_server"][0].process.pid):
         found = run_on_nodes(int, {ids[1]: ("7",)}, timeout_s=2.0)[ids[1]]
     assert found == 7 or (where == "tasks" and isinstance(found, PlacementTimeoutError))
+
+
+def test_an_agent_that_the_head_does_not_know(cluster, ids, stop_process, call_in_time, agent_pids, eventually):
+    """While the head is silent, a lease that needs an agent fails in time, and so does what others do meanwhile."""
+    with RayVirtualCluster([1, 1, 1], use_gpus=False) as made:
+        first, *others = made.slots()
+        with lease_ports([first])[0][0]:
+            with stop_process(cluster.head_node.all_processes["gcs_server"][0].process.pid):
+                calls = {
+                    "without an agent": lambda: lease_ports(others, timeout_s=1.0),
+                    "with an agent": lambda: time.sleep(1.0) or lease_ports([first], timeout_s=1.0),
+                }
+                outcomes = call_in_time(calls, 2.0)
+            assert isinstance(outcomes["without an agent"], PlacementTimeoutError)
+            outcomes["with an agent"][0][0].release()
+        assert eventually(lambda: not any(agent_pids(node_id) for node_id in ids))
+        lease_ports(others)
 
 
 SLOW_PIP = """

@@ -15,6 +15,7 @@ import ray
 from fairlead_placement import GpuMemory, PlacementError, ProcessUsage, RayVirtualCluster
 from fairlead_placement._nodes import agent as _agent
 from fairlead_placement._nodes import meters
+from fairlead_placement._reserve import held as _held
 from fairlead_placement.extension import usage_on_nodes
 
 
@@ -133,6 +134,21 @@ def test_monitoring(local_ray, agent_pids, eventually):
         assert taken_by_itself(seen) <= time.monotonic() - began + 1
         assert later.memory_peak_bytes >= max(one.memory_used_bytes for one in seen)
         assert later.sampled_at > first.sampled_at
+    assert eventually(lambda: agent_pids() == [])
+
+
+def test_a_shutdown_while_usage_is_read(local_ray, agent_pids, eventually, monkeypatch):
+    """An agent that is created for a cluster that was shut down in the meantime ends (seam: the reading)."""
+    cluster = RayVirtualCluster([1], use_gpus=False, monitor_memory=True).reserve()
+    read = _held.read_usage
+
+    def shut_down_first(*args):
+        cluster.shutdown()
+        return read(*args)
+
+    monkeypatch.setattr(_held, "read_usage", shut_down_first)
+    with pytest.raises(PlacementError, match="was shut down in the meantime"):
+        cluster.get_resource_usage()
     assert eventually(lambda: agent_pids() == [])
 
 

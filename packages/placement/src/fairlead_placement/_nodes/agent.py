@@ -5,6 +5,7 @@ An agent needs no resources. It ends with the last of what it holds, and with th
 when it dies; what it held is lost, and whoever holds it is told.
 """
 
+import contextlib
 import functools
 import logging
 import threading
@@ -39,8 +40,8 @@ _DEAD = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
 _GONE = (*_DEAD, ray.exceptions.ActorUnavailableError)
 # The first and the longest pause before a request is repeated.
 PAUSES_S = (0.05, 1.0)
-# Without a head that answers, an agent that it does not know yet cannot be killed.
-KILL_S = 1.0
+# While the head is silent, `ray.kill` of an agent that the head does not know yet waits for it.
+KILL_S = 0.5
 # For an agent, whose process may have to start.
 ANSWER_S = 60.0
 # fairlead-placement need not be installed on the nodes.
@@ -57,6 +58,7 @@ class _Agent:
     handle: Any  # None once it is killed
     holds: dict[str, OnLoss | None]
     end: Any = None  # of a request that ends with the agent
+    is_known: bool = False  # whether it has answered, so that the head knows it
 
 
 # By node id. The lock is reentrant, because a signal handler may release something. No request is made under it.
@@ -266,8 +268,9 @@ def _create_actor(node_id: str) -> Any:
     return create_actor(_actor_class(), (), **options)
 
 
-def _kill(handles: list[Any]) -> None:
-    with block_shutdown():
+def _kill(handles: list[Any], is_known: bool = True) -> None:
+    # What takes the lock must not wait.
+    with block_shutdown() if is_known else contextlib.nullcontext():
         while handles:
             if connection() is not None:
                 ray.kill(handles[-1])
@@ -328,7 +331,7 @@ def _leave(agent: _Agent, names: Collection[str]) -> None:
             return
         del _agents[agent.node_id]
         handles, agent.handle = [agent.handle], None
-    run_in_thread(_kill, handles).over.wait(KILL_S)
+    run_in_thread(_kill, handles, agent.is_known).over.wait(KILL_S)
 
 
 def _send(
@@ -343,6 +346,7 @@ def _send(
     found: dict[str, Any] = dict.fromkeys(agents.keys() - handles, (None, ray.exceptions.ActorDiedError()))
     found |= collect(sends, max(0.0, deadline - time.monotonic()))
     for node_id, (_, error) in found.items():
+        agents[node_id].is_known |= error is None
         if _is_own(error, _DEAD):
             _lose(agents[node_id], str(error))
     return found

@@ -103,36 +103,32 @@ def _refuse(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdic
     has = [f"{_name(node)} has {_ids(owned[node.node_id])}" for node in nodes if owned[node.node_id]]
     listed = "; ".join([*has[:SHOWN], *(["..."] if len(has) > SHOWN else [])]) or "no node has a GPU"
     for ask in request.asks:
-        ids = request.gpu_ids[ask.node_idx]
-        if not any(ids <= owned[node.node_id] for node in nodes):
-            missing = ids.difference(*(owned[node.node_id] for node in nodes))
-            what = f"No node has GPU {_ids(missing)}" if missing else f"No single node has the GPUs {_ids(ids)}"
-            why = f"{what}, asked for logical node {ask.node_idx}: {listed}."
+        if missing := request.gpu_ids[ask.node_idx].difference(*owned.values()):
+            why = f"No node has GPU {_ids(missing)}, asked for logical node {ask.node_idx}: {listed}."
             return Refusal(why, "Ask for ids that one node has (gpu_ids).", "impossible")
     is_proven = verdict == "impossible"
     return Refusal(
         f"{'The cluster cannot hold' if is_proven else 'No arrangement on the cluster was found for'} "
         f"{len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: {listed}.",
-        "Every id can be in one logical node only, and the node needs what else is asked for (see below).",
+        "The GPUs of a logical node must be on one node, which needs what else is asked for (see below).",
         verdict,
     )
 
 
 def _explain_busy(ask: Ask, missing: Sequence[tuple[Node, frozenset[str]]]) -> Refusal:
     """Return why a logical node has no place, from the GPUs that are not free on each node that has them."""
-    reasons = []
-    for node, gone in missing[:SHOWN] if all(gone for _, gone in missing) else ():
-        are_not = "is not" if len(gone) == 1 else "are not all"
-        reasons.append(
-            f"GPU {_ids(gone)}, asked for logical node {ask.node_idx}, {are_not} free on {_name(node)}, see below"
+    if not missing or not all(gone for _, gone in missing):
+        return Refusal(
+            ": the GPUs asked for are free, but others hold what else the request needs, or take turns with it (see "
+            "below). Release some of it,"
         )
-    if reasons:
-        why = f" for particular GPUs. {'. '.join(reasons)}. Release them, ask for others (gpu_ids),"
-        return Refusal(why, of_gpus=True)
-    return Refusal(
-        ": the GPUs asked for are free, but others hold what else the request needs, or take turns with it (see "
-        "below). Release some of it,"
+    reasons = ". ".join(
+        f"GPU {_ids(gone)}, asked for logical node {ask.node_idx}, {'is not' if len(gone) == 1 else 'are not all'} "
+        f"free on {_name(node)}, see below"
+        for node, gone in missing[:SHOWN]
     )
+    why = f" for particular GPUs. {reasons}. Release them, ask for others (gpu_ids),"
+    return Refusal(why, of_gpus=True)
 
 
 def _name(node: Node) -> str:
