@@ -38,7 +38,7 @@ def init_ray(
     """Attach to the cluster that was named or announced, else start a local one.
 
     Without an address, that is the cluster that `RAY_ADDRESS` names, else the one that `ray start` of this user has
-    announced on this machine, else the local one that an `init_ray` of this user has started last, with the same
+    announced on this machine. Else it is the local one that an `init_ray` of this user has started last, with the same
     `CUDA_VISIBLE_DEVICES` and `RAY_TMPDIR`, or a new one. One line says which it is and why. `init_ray` never joins the
     private Ray of another program. It passes nothing of this process's environment to the cluster and does not modify
     `os.environ`, in which Ray itself records that a local cluster uses token authentication.

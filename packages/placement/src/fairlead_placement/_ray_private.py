@@ -199,10 +199,7 @@ class LiveActor:
 
 
 def actor_id_of(handle: Any) -> str:
-    """Return the id of an actor.
-
-    Reason: a handle has it in a private attribute only.
-    """
+    """Return the id of an actor. Reason: a handle has it in a private attribute only."""
     return str(handle._actor_id.hex())
 
 

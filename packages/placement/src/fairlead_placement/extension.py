@@ -18,7 +18,7 @@ from ._nodes.board import (
     read_boards,
     withdraw,
 )
-from ._nodes.functions import find_here, run_on_nodes
+from ._nodes.functions import run_on_nodes
 from ._nodes.head import (
     alive_nodes,
     ask_head,
@@ -31,6 +31,7 @@ from ._nodes.head import (
 )
 from ._nodes.usage import usage_on_nodes
 from ._ray_private import (
+    actor_id_of,
     autoscaler_is_there,
     collect,
     connection,
@@ -54,6 +55,7 @@ __all__ = [
     "Output",
     "SlotClaim",
     "Waiting",
+    "actor_id_of",
     "add_command",
     "alive_nodes",
     "ask_head",
@@ -70,7 +72,6 @@ __all__ = [
     "drain_deadlines",
     "draining_nodes",
     "find_boards",
-    "find_here",
     "group_pairs",
     "head_deadline",
     "leave_agents",

@@ -9,7 +9,7 @@ import ray
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster, lease_ports
 from fairlead_placement._nodes import functions
-from fairlead_placement.extension import find_here, run_on_nodes
+from fairlead_placement.extension import run_on_nodes
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_where_it_runs(ids, where):
         assert {pid for pid, _ in pids.values()} == {os.getpid()}
     else:
         assert [node_id for _, node_id in pids.values()] == ids
-    assert find_here([*ids, "f" * 56]) == set(ids)
+    assert functions.find_here([*ids, "f" * 56]) == set(ids)
 
 
 def test_a_function_that_ends_its_process(ids, monkeypatch, tmp_path):
