@@ -88,25 +88,26 @@ def list_raylets() -> list[Raylet]:
     """
     import psutil  # Ray brings it along
 
-    found: list[Raylet] = []
+    raylets: list[Raylet] = []
     proc = Path("/proc")
     if proc.exists() and os.readlink(proc / "self") != str(os.getpid()):  # it is of another namespace
-        return found
+        return raylets
+    spaces = ["ns/pid", "ns/net", "ns/mnt"] if proc.exists() else []
     for process in psutil.process_iter():
         # The process may exit, or belong to another user who hides it.
         with contextlib.suppress(psutil.Error, OSError, KeyError):
             if process.name() != "raylet":
                 continue
-            spaces = [f"ns/{kind}" for kind in ("pid", "net", "mnt")] if proc.exists() else []
-            if any(os.readlink(proc / str(process.pid) / one) != os.readlink(proc / "self" / one) for one in spaces):
+            its = proc / str(process.pid)
+            if any(os.readlink(its / space) != os.readlink(proc / "self" / space) for space in spaces):
                 continue
             pairs = (argument.partition("=") for argument in process.cmdline())
             options = {name.lstrip("-"): value for name, _, value in pairs}
             # Alternately the names and the amounts.
             resources = frozenset(options.get("static_resource_list", "").split(",")[::2])
             made = process.ppid(), process.create_time(), process.uids().real
-            found.append(Raylet(options["gcs-address"], options["node_id"], *made, resources))
-    return found
+            raylets.append(Raylet(options["gcs-address"], options["node_id"], *made, resources))
+    return raylets
 
 
 def is_client() -> bool:
@@ -125,8 +126,8 @@ def is_client() -> bool:
 def cluster_file() -> str | None:
     """Return the path of the file in which Ray keeps the address of the cluster started last on this machine.
 
-    Reason: an error about that address has to name the file, so that the user can correct or delete it.
-    Fallback: None; the error then names no file.
+    Reason: nothing public names the file.
+    Fallback: None, and no cluster is found in it.
     """
     with contextlib.suppress(*_MISSING):
         return str(ray._private.utils.get_ray_address_file(None))
@@ -161,9 +162,8 @@ def connect_to_head(address: str, *, find_token: bool = False) -> None:
 def autoscaler_is_there() -> bool:
     """Return whether an autoscaler that may add nodes has reported its state to Ray.
 
-    Each head has an autoscaler, which adds nothing without a configuration. Version 1 then reports each node's type as
-    "node_<id>". Version 2 reports no types, but launches nothing if the head lacks the instance id that launchers give
-    to nodes.
+    Each head has one, which adds nothing without a configuration. Version 1 then reports each node's type as
+    "node_<id>". Version 2 launches nothing if the head lacks the instance id that launchers give to nodes.
 
     Reason: nothing public shows what an autoscaler has reported.
     Fallback: False, as before the first report. A request that the present nodes cannot hold is then refused at once.
