@@ -48,7 +48,6 @@ class RayVirtualCluster:
             or "auto" (None) for any GPUs. Not together with `segment_size`.
         accelerators: the accelerators that each bundle holds, by Ray's names: `{"GPU": 0.5}`, `{"neuron_cores": 2}`,
             `{"TPU": 4}`, `{"HPU": 1}`, `{"NPU": 1}`, or `{}` for none.
-        accelerator_type: the model of these, as Ray names it, such as "A100".
         cpus_per_worker: the CPUs of a worker of each group.
         monitor_memory: sample the memory of the nodes once a second while the cluster is reserved.
         communication_backend: "nccl" or "gloo", for workers to use; None for "nccl" with GPUs and "gloo" without.
@@ -96,7 +95,6 @@ class RayVirtualCluster:
         enable_colocation: bool = False,
         gpu_ids: Sequence[int | str] | Sequence[Sequence[int | str]] | Literal["auto"] | None = None,
         accelerators: Mapping[str, float] | None = None,
-        accelerator_type: str | None = None,
         cpus_per_worker: int = 1,
         monitor_memory: bool = False,
         communication_backend: Backend | None = None,
@@ -127,7 +125,6 @@ class RayVirtualCluster:
             strategy=placement_group_strategy,
             use_gpus=use_gpus,
             accelerators=accelerators,
-            accelerator_type=accelerator_type,
             labels=label_selector,
             constraints=node_resource_constraints,
             gpu_ids=None if gpu_ids == "auto" else gpu_ids,

@@ -47,7 +47,6 @@ def init_ray(
         log_dir: where a local cluster keeps its logs and session files; Ray's own folder when None. The path must
             be short: Ray puts sockets below it, and a socket's path is limited to 107 bytes.
         address: the `host:port` of the cluster to attach to; "local" always starts a new one. "auto" never starts one.
-            It also takes a local one that was started with other `CUDA_VISIBLE_DEVICES`, if that is the only one.
         num_cpus: CPUs of a new local cluster; None for those of the machine. One that runs already keeps its size.
         num_gpus: GPUs of a new local cluster; None for those of the machine.
 
@@ -58,7 +57,7 @@ def init_ray(
         ValueError: the address is not one.
         PlacementError: Ray is running in this process already and `address` names another cluster; the cluster at
             `address` cannot be reached, has no node on this machine, or wants a token that is not there. "auto" found
-            no cluster, or several. The address or the connection of this process is one of Ray Client (`ray://`).
+            no cluster. The address or the connection of this process is one of Ray Client (`ray://`).
         HeadTimeoutError: something listens at the address, but no Ray head answered there within 15 s.
     """
     refuse_client()
@@ -143,8 +142,8 @@ class Target(NamedTuple):
 def find_target(named: str | None, *, private: bool = False) -> Target | None:
     """Return the cluster to attach to, or None if this process is to start one. `named` is the `address` of `init_ray`.
 
-    It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started. With
-    `private`, "auto" also takes the only cluster here that a program of this user has started for itself.
+    It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started with
+    the same visible devices. With `private`, "auto" also takes the only Ray that this user runs on this machine.
     """
     from_env = os.environ.get("RAY_ADDRESS") if named in (None, "auto") else None
     if from_env == "local" and named is None:
@@ -157,19 +156,18 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
         is_mine, address = os.fstat(opened.fileno()).st_uid == os.getuid(), opened.read(300).strip()
         if is_mine and _split(address) and _answers(address):
             return Target(address, f"`ray start` announced in {file}")
-    started = _list_clusters(local_tag(of_devices=may_start))
-    if started and (may_start or len(started) == 1):
+    if started := _list_clusters(local_tag()):
         return Target(started[-1].address, f"init_ray started in process {started[-1].starter}")
     if may_start:
         return None
-    others = started or _list_clusters("")
-    if private and not started and len(others) == 1:
+    others = _list_clusters("")
+    if private and len(others) == 1:
         return Target(others[0].address, f"process {others[0].starter} started for itself")
     listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
-    what = "several" if started else "none that is named, announced or started by init_ray"
     raise PlacementError(
-        f'"auto" found {what} of the Ray clusters that you run on this machine, which are: {listed}. Pass the address '
-        "of one of them, set RAY_ADDRESS, or start a cluster with `ray start --head`."
+        '"auto" found no Ray cluster that is named, announced, or started by init_ray with the same '
+        f"CUDA_VISIBLE_DEVICES. You run on this machine: {listed}. Pass the address of one of them, set RAY_ADDRESS, or "
+        "start a cluster with `ray start --head`."
     )
 
 
@@ -198,15 +196,14 @@ def _check_named(address: str, reason: str) -> Target:
     return Target(address, reason, True)
 
 
-def local_tag(*, of_devices: bool = True) -> str:
+def local_tag() -> str:
     """Return the name of the resource that marks a cluster that `init_ray` starts in this process.
 
-    Its beginning is the same for all of this user with the same session folder, whatever their visible devices.
+    It is the same for all processes of this user with the same session folder and visible devices.
     """
     file = cluster_file()
-    session = f"{os.getuid()} {file and Path(file).parent.resolve()}"
-    parts = [session, *([os.environ.get("CUDA_VISIBLE_DEVICES", "all")] if of_devices else [])]
-    return TAG + "".join(f"{hashlib.sha256(part.encode()).hexdigest()[:8]}-" for part in parts)
+    parts = os.getuid(), file and Path(file).parent.resolve(), os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return TAG + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _split(address: str) -> tuple[str, int] | None:

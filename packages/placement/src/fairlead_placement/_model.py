@@ -190,7 +190,6 @@ def make_request(
     strategy: Strategy,
     use_gpus: bool,
     accelerators: Mapping[str, float] | None,
-    accelerator_type: str | None,
     labels: Mapping[str, str] | None,
     constraints: Sequence[Mapping[str, float]] | None,
     gpu_ids: Any,
@@ -210,13 +209,6 @@ def make_request(
     if accelerators is not None:
         held = _check_accelerators(accelerators, use_gpus, capacity)
     bundle = {"CPU": float(capacity * cpus_per_worker), **held}
-    if accelerator_type is not None:
-        if not (isinstance(accelerator_type, str) and accelerator_type and held):
-            raise ValueError(
-                f"accelerator_type must be the model of the accelerators of a bundle, got {accelerator_type!r}"
-            )
-        # As Ray's own option of this name requests.
-        bundle[f"{ACCELERATOR_TYPE}{accelerator_type}"] = 0.001
     if labels:
         check_selector(labels)
     extras = [{}] * len(counts) if constraints is None else [extra or {} for extra in constraints]

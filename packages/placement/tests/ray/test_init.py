@@ -159,7 +159,7 @@ def test_commands(server, private, folder, run_script):
     assert "2 CPU" in out
     with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp") as other:
         out = run_script(script, RAY_TMPDIR=other, RAY_ADDRESS="", **TOKEN)
-    assert out.startswith('3  "auto" found none that is named, announced or started by init_ray')
+    assert out.startswith('3  "auto" found no Ray cluster that is named, announced, or started by init_ray')
     assert f"{private[0]} (process " in out
     assert "Pass the address of one of them" in out
 

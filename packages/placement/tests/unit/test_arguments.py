@@ -107,8 +107,6 @@ def test_bad_config(config, message):
         ([1], {"accelerators": {"GPU": 3}, "max_colocated_worker_groups": 2}, r"each of 2 worker\(s\) 1.5 GPU"),
         ([1], {"cpus_per_worker": 0}, "cpus_per_worker must be an integer of at least 1, got 0"),
         ([1], {"cpus_per_worker": 1.5}, "cpus_per_worker must be an integer of at least 1, got 1.5"),
-        ([1], {"accelerator_type": ""}, "accelerator_type must be the model of the accelerators of a bundle, got ''"),
-        ([1], {"accelerator_type": "A100", "use_gpus": False}, "accelerator_type must be .*, got 'A100'"),
         ([1], {"gpu_ids": [0], "placement_group_strategy": "PACK"}, "needs .*='STRICT_PACK', .*, got 'PACK'"),
     ],
 )
@@ -164,7 +162,6 @@ def test_communication_backend():
         ({"accelerators": {"HPU": 1}, "enable_colocation": True}, {"CPU": 2.0, "HPU": 1.0}),
         ({"cpus_per_worker": 4}, {"CPU": 4.0, "GPU": 1.0}),
         ({"cpus_per_worker": 4, "max_colocated_worker_groups": 2}, {"CPU": 8.0, "GPU": 1.0}),
-        ({"accelerator_type": "A100"}, {"CPU": 1.0, "GPU": 1.0, "accelerator_type:A100": 0.001}),
     ],
 )
 def test_accelerators(options, bundle):

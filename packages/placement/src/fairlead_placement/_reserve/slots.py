@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from .._model import ACCELERATOR_TYPE, PRECISION
 from .._nodes.head import alive_nodes, ask_head, head_deadline, read_nodes
 from .._plan.topology import accelerator_order
+from .._ray_private import start_task
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
 from .groups import Check, Reserved, allow, read_placed
@@ -141,10 +142,12 @@ def _report_ids(
 
     task = ray.remote(num_cpus=0, max_retries=0)(read_ids)
     return {
-        (g, index): task.options(
+        (g, index): start_task(
+            task,
+            (),
             num_gpus=kinds.get("GPU", 0),
             resources={kind: amount for kind, amount in kinds.items() if kind != "GPU"},
             scheduling_strategy=PlacementGroupSchedulingStrategy(reserved[g].group, index),
-        ).remote()
+        )
         for (g, index), kinds in held.items()
     }
