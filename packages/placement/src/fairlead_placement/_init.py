@@ -166,8 +166,8 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
     listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
     raise PlacementError(
         '"auto" found no Ray cluster that is named, announced, or started by init_ray with the same '
-        f"CUDA_VISIBLE_DEVICES. You run on this machine: {listed}. Pass the address of one of them, set RAY_ADDRESS, or "
-        "start a cluster with `ray start --head`."
+        f"CUDA_VISIBLE_DEVICES. You run on this machine: {listed}. Pass the address of one, set RAY_ADDRESS, or "
+        "start one with `ray start --head`."
     )
 
 

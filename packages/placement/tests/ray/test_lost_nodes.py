@@ -3,7 +3,6 @@
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -12,9 +11,8 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
 from fairlead_placement._reserve import wait as _wait
-from fairlead_placement.testing import assert_no_leaks
 
 
 def kill(nodes: Cluster, node_id: str, eventually) -> None:
@@ -108,27 +106,3 @@ def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
     monkeypatch.setattr(_wait, "slots_of", drain_first)
     with RayVirtualCluster([1], use_gpus=False) as cluster:
         assert [slot.node_id in drained for slot in cluster.slots()] == [False]
-
-
-def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
-    """If an autoscaler may add nodes, a request that is too large shows as demand until they join or the time is up.
-
-    The seam is the private call that reports an autoscaler: the real autoscaler stops every Ray on this machine.
-    """
-    monkeypatch.setattr("fairlead_placement._reserve.wait.autoscaler_is_there", lambda: True)
-    began = time.monotonic()
-    with pytest.raises(ResourceInsufficientError, match=r"Waited \d+\.\d s for nodes"), assert_no_leaks():
-        RayVirtualCluster([6], use_gpus=False, reserve_timeout_s=1.2).reserve()
-    assert time.monotonic() - began >= 1.2
-
-    cluster = RayVirtualCluster([6], use_gpus=False, name="scaled")
-    waiter = threading.Thread(target=cluster.reserve)
-    waiter.start()
-    assert eventually(lambda: live_groups() == ["scaled"])
-    (pending,) = [row for row in placement_group_table().values() if row["state"] != "REMOVED"]
-    assert (pending["state"], len(pending["bundles"]), pending["strategy"]) == ("PENDING", 6, "STRICT_PACK")
-    added = nodes.add_node(num_cpus=6)
-    waiter.join()
-    assert [slot.node_id for slot in cluster.slots()] == [added.node_id] * 6
-    assert live_groups() == ["scaled"]
-    cluster.shutdown()
