@@ -118,20 +118,6 @@ class Remote:
         return args, self.given
 
 
-@pytest.mark.parametrize("create", [private.create_actor, private.start_task])
-def test_bare_environment_without_the_method(monkeypatch, create):
-    """Without the private method, actors and tasks are created through the public one."""
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env={"pip": ["x"]}))
-    assert create(Remote(), (1, 2), name="n") == ((1, 2), {"name": "n"})
-
-
-def test_without_a_lock_of_ray(monkeypatch):
-    """If Ray has no such lock, nothing is blocked."""
-    monkeypatch.delattr(ray._private.worker, "_connect_or_shutdown_lock")
-    with private.block_shutdown():
-        assert not ray.is_initialized()
-
-
 def test_collect_without_ray():
     """Without Ray no request is sent."""
     with pytest.raises(ray.exceptions.RaySystemError, match="Ray has been shut down"):
