@@ -5,13 +5,14 @@ import logging
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import ray
 
 from fairlead_placement import HeadTimeoutError, PlacementError, init_ray
-from fairlead_placement._init import Target, attach_to, find_target, local_tag
-from fairlead_placement._ray_private import Raylet
+from fairlead_placement._init import find_target, local_tag
+from fairlead_placement.extension import attach
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,8 @@ def listening():
 
 
 def make_raylet(address, *resources, starter=77, started_at=1.0):
-    return Raylet(address, "node", starter, started_at, os.getuid(), frozenset(resources))
+    made = {"starter": starter, "started_at": started_at, "user": os.getuid(), "resources": frozenset(resources)}
+    return SimpleNamespace(address=address, **made)
 
 
 @pytest.mark.parametrize("how", ["argument", "RAY_ADDRESS", "file", "process"])
@@ -86,7 +88,7 @@ def test_order(monkeypatch, listening, machine, announce):
     assert find_target(None).address == newer
     file = announce(older)
     for named in (None, "auto"):
-        assert find_target(named) == Target(older, f"`ray start` announced in {file}")
+        assert find_target(named)[:2] == (older, f"`ray start` announced in {file}")
     monkeypatch.setenv("RAY_ADDRESS", newer)
     for named in (None, "auto"):
         assert (find_target(named).address, find_target(named).reason) == (newer, "RAY_ADDRESS names")
@@ -118,12 +120,12 @@ def test_auto(monkeypatch, listening, machine, dead_address):
     message = rf"with the same CUDA_VISIBLE_DEVICES. You run on this machine: {one} \(process 77\)\. Pass the address"
     with pytest.raises(PlacementError, match=message):
         init_ray(address="auto")
-    assert find_target("auto", private=True) == Target(one, "process 77 started for itself")
+    assert find_target("auto", private=True)[:2] == (one, "process 77 started for itself")
     machine.append(make_raylet(other, "CPU", starter=78))
     with pytest.raises(PlacementError, match=rf"{one} \(process 77\), {other} \(process 78\)"):
         find_target("auto", private=True)
     machine[-1] = make_raylet(other, local_tag(), starter=78)
-    assert find_target("auto") == Target(other, "init_ray started in process 78")
+    assert find_target("auto")[:2] == (other, "init_ray started in process 78")
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert find_target(None) == find_target("auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -163,11 +165,14 @@ def test_the_token_of_the_user(monkeypatch, listening, announce, how, find_token
     if how == "file":
         announce(listening[0])
     named = listening[0] if how == "argument" else "auto"
-    if tries[-1]:
-        assert attach_to(named, private=find_token) == "context"
+    if find_token:
+        with attach(named):
+            pass
+    elif tries[-1]:
+        assert init_ray(address=named) == "context"
     else:
         with pytest.raises(PlacementError, match="wants a token"):
-            attach_to(named, private=find_token)
+            init_ray(address=named)
     assert tried == tries
 
 

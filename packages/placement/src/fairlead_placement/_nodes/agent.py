@@ -42,6 +42,8 @@ _GONE = (*_DEAD, ray.exceptions.ActorUnavailableError)
 PAUSES_S = (0.05, 1.0)
 # While the head is silent, `ray.kill` of an agent that the head does not know yet waits for it.
 KILL_S = 0.5
+# For the request to Ray's head that creates an agent whose answer nothing waits for.
+PUBLISH_S = 10.0
 # For an agent, whose process may have to start.
 ANSWER_S = 60.0
 # fairlead-placement need not be installed on the nodes.
@@ -127,8 +129,9 @@ def ask_agents(
 def send_to_agents(
     method: str, arguments: Mapping[str, Sequence[Any]], names: Mapping[str, Collection[str]], on_loss: OnLoss
 ) -> None:
-    """Send the same without waiting for the answers, within `head_deadline`."""
-    agents = _get_agents(names, time.monotonic() + ANSWER_S)
+    """Send the same without waiting for the answers, within `PUBLISH_S`."""
+    with head_deadline(PUBLISH_S):
+        agents = _get_agents(names, time.monotonic() + PUBLISH_S)
     for node_id, agent in agents.items():
         _note(agent, names[node_id], on_loss)
     _send(method, agents, arguments, time.monotonic())
@@ -253,9 +256,9 @@ def _create(names: Mapping[str, Collection[str]], here: object | None) -> None:
     handles = ask_head(request, lambda: [_create_actor(node_id) for node_id in names], undo=_kill)
     for (node_id, held), handle in zip(names.items(), handles, strict=True):
         agent = _Agent(node_id, here, handle, dict.fromkeys(held))
+        _watch(agent)
         with _lock:
             _agents[node_id] = agent
-        _watch(agent)
 
 
 def _create_actor(node_id: str) -> Any:

@@ -14,11 +14,9 @@ import ray
 from .._ray_private import collect, connection
 from ..exceptions import PlacementError
 from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_agents, board_prefix, nodes_with, release, send_to_agents
-from .head import ask_head, head_deadline, refuse_client
+from .head import ask_head, refuse_client
 
 logger = logging.getLogger(__name__)
-# For the request to Ray's head that creates the agent, if there is none.
-PUBLISH_S = 10.0
 # The pause before what an agent had is published again. Agents may die one after the other, as on a node that drains.
 AGAIN_S = 1.0
 # What this process has published, by key: the connection to Ray, the version and the value.
@@ -60,8 +58,7 @@ def publish(key: str, version: int, value: Any) -> None:
 def _send(key: str, version: int, value: Any) -> None:
     node_id = ray.get_runtime_context().get_node_id()
     try:
-        with head_deadline(PUBLISH_S):
-            send_to_agents("publish", {node_id: (key, version, value)}, {node_id: (key,)}, _publish_again)
+        send_to_agents("publish", {node_id: (key, version, value)}, {node_id: (key,)}, _publish_again)
     except (PlacementError, ray.exceptions.RayError) as error:
         logger.warning("Cannot publish %s, so other processes do not see its latest state: %s", key, error)
     if key not in _published:  # another thread has withdrawn it in the meantime
