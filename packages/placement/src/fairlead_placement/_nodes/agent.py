@@ -334,7 +334,8 @@ def _leave(agent: _Agent, names: Collection[str]) -> None:
             return
         del _agents[agent.node_id]
         handles, agent.handle = [agent.handle], None
-    run_in_thread(_kill, handles, agent.is_known).over.wait(KILL_S)
+    if agent.on is connection():
+        run_in_thread(_kill, handles, agent.is_known).over.wait(KILL_S)
 
 
 def _send(
