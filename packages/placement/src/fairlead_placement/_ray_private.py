@@ -368,6 +368,7 @@ def bare_runtime_env() -> Any | None:
 def create_actor(actor_class: Any, args: Sequence[Any], **options: Any) -> Any:
     """Create an actor of a remote class without the environment of this process; return its handle.
 
+    Of the options of `ray.remote`, the class has none but those that describe its methods.
     Reason: the public `options` copies the environment, and drops what `bare_runtime_env` adds.
     Fallback: `options`. The actor then gets the environment of this process.
     """
@@ -379,7 +380,7 @@ def create_actor(actor_class: Any, args: Sequence[Any], **options: Any) -> Any:
 def start_task(remote_function: Any, args: Sequence[Any], **options: Any) -> Any:
     """Start a task without the environment of this process; return the reference to its result.
 
-    Reason and fallback: as for `create_actor`.
+    The options of `ray.remote` do not count. Reason and fallback: as for `create_actor`.
     """
     if (bare := bare_runtime_env()) is not None:
         with contextlib.suppress(*_MISSING):

@@ -7,8 +7,15 @@ import time
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster, lease_ports
+from fairlead_placement import (
+    PlacementError,
+    PlacementTimeoutError,
+    RayVirtualCluster,
+    lease_ports,
+    release_ports,
+)
 from fairlead_placement._nodes import functions
+from fairlead_placement._nodes.functions import find_here
 from fairlead_placement.extension import run_on_nodes
 
 
@@ -63,7 +70,7 @@ def test_where_it_runs(ids, where):
         assert {pid for pid, _ in pids.values()} == {os.getpid()}
     else:
         assert [node_id for _, node_id in pids.values()] == ids
-    assert functions.find_here([*ids, "f" * 56]) == set(ids)
+    assert find_here([*ids, "f" * 56]) == set(ids)
 
 
 def test_a_function_that_ends_its_process(ids, monkeypatch, tmp_path):
@@ -130,7 +137,35 @@ def test_an_agent_that_the_head_does_not_know(cluster, ids, stop_process, call_i
             assert isinstance(outcomes["without an agent"], PlacementTimeoutError)
             outcomes["with an agent"][0][0].release()
         assert eventually(lambda: not any(agent_pids(node_id) for node_id in ids))
-        lease_ports(others)
+        release_ports([lease for leases in lease_ports(others) for lease in leases])
+
+
+def test_a_job_with_an_environment(run_script):
+    """In a job that has a `runtime_env`, agents and functions need no CPU either, and functions run once."""
+    out = run_script(
+        """
+        import os
+        import ray
+        from fairlead_placement import RayVirtualCluster, lease_ports
+        from fairlead_placement._nodes.functions import run_in_tasks
+
+        ray.init(address="local", num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"MINE": "yes"}})
+
+        def end(path):
+            with open(path, "a") as file:
+                file.write("x")
+            os._exit(3)
+
+        calls = os.path.abspath("calls")
+        with RayVirtualCluster([1], use_gpus=False) as cluster:
+            node_id = cluster.slots()[0].node_id
+            print(run_in_tasks(int, {node_id: ("7",)}, timeout_s=60)[node_id])
+            print(len(lease_ports(cluster.slots(), timeout_s=60)))
+            run_in_tasks(end, {node_id: (calls,)}, timeout_s=60)
+        print(open(calls).read())
+        """
+    )
+    assert out.split() == ["7", "1", "x"]
 
 
 SLOW_PIP = """

@@ -279,15 +279,14 @@ def test_an_agent_ends_with_its_last_lease(slots, agent_pids, eventually):
 
 @pytest.mark.nightly
 def test_a_stopped_agent(slots, agent_pids, stop_process, leased, eventually):
-    """Requests to an agent that does not answer end by their deadline, and it holds nothing once it answers."""
+    """Requests to an agent that does not answer end by their deadline, and it holds nothing afterwards."""
     ((lease,),) = lease_ports(slots[:1], low=LOW, high=LOW)
     (pid,) = agent_pids(slots[0].node_id)
     with stop_process(pid):
         began = time.monotonic()
         with pytest.raises(PlacementTimeoutError, match=r"did not answer 'lease' within 2 s"):
             lease_ports(slots[:1], low=LOW + 1, high=LOW + 1, timeout_s=2.0)
-        with pytest.raises(PlacementTimeoutError, match=r"did not answer 'release' within 1 s"):
-            lease.release(timeout_s=1.0)
+        lease.release(timeout_s=1.0)  # it holds nothing else, so it is killed
         assert time.monotonic() - began < 4
     assert eventually(lambda: leased() == [])
     assert eventually(lambda: pid not in agent_pids(slots[0].node_id))

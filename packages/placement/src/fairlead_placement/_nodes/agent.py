@@ -72,7 +72,7 @@ _creating = threading.RLock()
 
 @functools.cache
 def _actor_class() -> Any:
-    return ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"end": 1})(agent_process.NodeAgent)
+    return ray.remote(concurrency_groups={"end": 1})(agent_process.NodeAgent)
 
 
 def board_prefix(job_id: str, owner: str) -> str:
@@ -262,7 +262,8 @@ def _create(names: Mapping[str, Collection[str]], here: object | None) -> None:
 
 
 def _create_actor(node_id: str) -> Any:
-    options: dict[str, Any] = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+    pin = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": pin}
     context = ray.get_runtime_context()
     if node_id == context.get_node_id():
         # The name of an agent that has died may still be taken.

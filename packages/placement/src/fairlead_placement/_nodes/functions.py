@@ -18,6 +18,8 @@ from .background import run_in_thread
 from .head import ask_head, head_deadline, refuse_client
 
 _T = TypeVar("_T")
+# Of a task, which is never repeated.
+OPTIONS = {"num_cpus": 0, "max_retries": 0}
 # A machine with 10,000 processes has listed its raylets by then.
 FIND_S = 1.0
 # Whether this process sees the processes of a node, by its id, and the connection for which that is known.
@@ -80,7 +82,7 @@ def _remote() -> Any:
     def call(code: bytes, *args: Any) -> Any:
         return ray.cloudpickle.loads(code)(*args)
 
-    return ray.remote(num_cpus=0, max_retries=0)(call)
+    return ray.remote(call)
 
 
 def run_in_tasks(
@@ -97,7 +99,7 @@ def run_in_tasks(
     def start() -> dict[str, Any]:
         pins = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in arguments}
         return {
-            node_id: start_task(_remote(), (code, *args), scheduling_strategy=pins[node_id])
+            node_id: start_task(_remote(), (code, *args), **OPTIONS, scheduling_strategy=pins[node_id])
             for node_id, args in arguments.items()
         }
 

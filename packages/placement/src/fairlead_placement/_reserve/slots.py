@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .._model import ACCELERATOR_TYPE, PRECISION
+from .._nodes.functions import OPTIONS
 from .._nodes.head import alive_nodes, ask_head, head_deadline, read_nodes
 from .._plan.topology import accelerator_order
 from .._ray_private import start_task
@@ -140,11 +141,12 @@ def _report_ids(
     def read_ids() -> dict[str, tuple[str, ...]]:
         return {kind: tuple(ids) for kind, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
 
-    task = ray.remote(num_cpus=0, max_retries=0)(read_ids)
+    task = ray.remote(read_ids)
     return {
         (g, index): start_task(
             task,
             (),
+            **OPTIONS,
             num_gpus=kinds.get("GPU", 0),
             resources={kind: amount for kind, amount in kinds.items() if kind != "GPU"},
             scheduling_strategy=PlacementGroupSchedulingStrategy(reserved[g].group, index),
