@@ -149,7 +149,8 @@ def test_a_job_with_an_environment(run_script):
         from fairlead_placement import RayVirtualCluster, lease_ports
         from fairlead_placement._nodes.functions import run_in_tasks
 
-        ray.init(address="local", num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"MINE": "yes"}})
+        options = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
+        ray.init(address="local", num_cpus=1, runtime_env={"env_vars": {"MINE": "yes"}}, **options)
 
         def end(path):
             with open(path, "a") as file:
