@@ -143,7 +143,8 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
     """Return the cluster to attach to, or None if this process is to start one. `named` is the `address` of `init_ray`.
 
     It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started with
-    the same visible devices. With `private`, "auto" also takes the only Ray that this user runs on this machine.
+    the same visible devices. With `private`, "auto" also takes the only one that it has started for any devices, or else
+    the only Ray that this user runs on this machine.
     """
     from_env = os.environ.get("RAY_ADDRESS") if named in (None, "auto") else None
     if from_env == "local" and named is None:
@@ -160,9 +161,9 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
         return Target(started[-1].address, f"init_ray started in process {started[-1].starter}")
     if may_start:
         return None
-    others = _list_clusters("")
+    others = _list_clusters(local_tag().rpartition("-")[0]) or _list_clusters("")
     if private and len(others) == 1:
-        return Target(others[0].address, f"process {others[0].starter} started for itself")
+        return Target(others[0].address, f"process {others[0].starter} started")
     listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
     raise PlacementError(
         '"auto" found no Ray cluster that is named, announced, or started by init_ray with the same '
@@ -199,11 +200,12 @@ def _check_named(address: str, reason: str) -> Target:
 def local_tag() -> str:
     """Return the name of the resource that marks a cluster that `init_ray` starts in this process.
 
-    It is the same for all processes of this user with the same session folder and visible devices.
+    It is the same for all processes of this user with the same session folder and visible devices. The devices are its
+    last part.
     """
     file = cluster_file()
-    parts = os.getuid(), file and Path(file).parent.resolve(), os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    return TAG + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    parts = f"{os.getuid()} {file and Path(file).parent.resolve()}", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return TAG + "-".join(hashlib.sha256(part.encode()).hexdigest()[:8] for part in parts)
 
 
 def _split(address: str) -> tuple[str, int] | None:

@@ -120,7 +120,7 @@ def test_auto(monkeypatch, listening, machine, dead_address):
     message = rf"with the same CUDA_VISIBLE_DEVICES. You run on this machine: {one} \(process 77\)\. Pass the address"
     with pytest.raises(PlacementError, match=message):
         init_ray(address="auto")
-    assert find_target("auto", private=True)[:2] == (one, "process 77 started for itself")
+    assert find_target("auto", private=True)[:2] == (one, "process 77 started")
     machine.append(make_raylet(other, "CPU", starter=78))
     with pytest.raises(PlacementError, match=rf"{one} \(process 77\), {other} \(process 78\)"):
         find_target("auto", private=True)
@@ -131,6 +131,7 @@ def test_auto(monkeypatch, listening, machine, dead_address):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(PlacementError, match='"auto" found no Ray cluster'):
         find_target("auto")
+    assert find_target("auto", private=True)[:2] == (other, "process 78 started")
     monkeypatch.setenv("RAY_ADDRESS", "local")
     with pytest.raises(PlacementError, match="RAY_ADDRESS is 'local', which names no running cluster"):
         find_target("auto")
