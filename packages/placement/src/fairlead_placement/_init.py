@@ -143,8 +143,8 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
     """Return the cluster to attach to, or None if this process is to start one. `named` is the `address` of `init_ray`.
 
     It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started with
-    the same visible devices. With `private`, "auto" also takes the only one that it has started for any devices, or else
-    the only Ray that this user runs on this machine.
+    the same visible devices. With `private`, "auto" also takes the only one that it has started for any devices, or
+    else the only Ray that this user runs on this machine.
     """
     from_env = os.environ.get("RAY_ADDRESS") if named in (None, "auto") else None
     if from_env == "local" and named is None:
