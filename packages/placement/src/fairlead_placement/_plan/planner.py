@@ -78,7 +78,10 @@ class Site:
     def __init__(self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool) -> None:
         self.asks = sorted(asks, key=operator.attrgetter("node_idx"))
         self.nodes, self.own_nodes = nodes, own_nodes
-        alike = list(group_pairs(((ask.count, *sorted(ask.bundle.items())), ask) for ask in self.asks).values())
+        shapes: dict[object, list[Ask]] = {}
+        for ask in self.asks:
+            shapes.setdefault((ask.count, *sorted(ask.bundle.items())), []).append(ask)
+        alike = list(shapes.values())
         held = [item for ask, *_ in alike for item in ask.bundle.items()]
         names = sorted({name for name, amount in held if round(amount * PRECISION)})
         amounts = [node.total if idle else node.free for node in nodes]
