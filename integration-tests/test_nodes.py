@@ -130,7 +130,7 @@ def test_restart_in_new_slots(three_nodes):
         assert group.restart_failed_workers() == [0, 1]
         slots = cluster.slots()
         assert [slot.node_idx for slot in slots] == [0, 0, 1, 1]
-        assert [node_id for _, node_id, *_ in call_where(group)] == [slot.node_id for slot in slots[:2]]
+        assert [node_id for _, node_id, *_ in call_where(group)] == [slot.node_id for slot in slots[2:]]
 
 
 def test_a_draining_node(
