@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from types import SimpleNamespace
 
@@ -81,31 +80,6 @@ def pauses(monkeypatch):
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
     monkeypatch.setattr("fairlead_placement._reserve.wait.time", clock)
     return made
-
-
-class Extension:
-    """Calls `extend` on a thread of its own, and keeps what it returns or raises."""
-
-    def __init__(self, cluster, *counts, **options):
-        self.result = None
-        self._thread = threading.Thread(target=self._run, args=(cluster, list(counts), options))
-        self._thread.start()
-
-    def _run(self, cluster, counts, options):
-        try:
-            self.result = cluster.extend(counts, **options)
-        except Exception as error:  # noqa: BLE001  the test looks at it
-            self.result = error
-
-    def wait(self):
-        self._thread.join()
-        return self.result
-
-
-@pytest.fixture
-def start_extension():
-    """Return a function that extends a cluster on a thread of its own."""
-    return Extension
 
 
 @pytest.fixture

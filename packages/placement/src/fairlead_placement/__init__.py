@@ -16,6 +16,7 @@ from ._model import ClusterConfig, Node
 from ._nodes.ports import PortLease, lease_ports, release_ports
 from ._nodes.usage import GpuMemory, NodeUsage
 from ._plan.topology import select_segment_nodes, sort_bundle_indices_by_topology
+from ._reserve.slots import read_slots
 from ._show import ReservationReport, ResourceHolder
 from ._slot import Slot
 from .exceptions import (
@@ -47,6 +48,7 @@ __all__ = [
     "Slot",
     "init_ray",
     "lease_ports",
+    "read_slots",
     "release_ports",
     "select_segment_nodes",
     "sort_bundle_indices_by_topology",

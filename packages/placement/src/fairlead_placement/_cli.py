@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: its arguments, its tables and its JSON."""
+"""The command line: its arguments and its tables."""
 
 import argparse
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from ._cluster import RayVirtualCluster
 from ._init import TAG
-from ._model import group_pairs
 from ._nodes.head import read_holders, read_nodes
 from ._ray_private import accelerator_names
 from ._show import ReservationReport, draw_nodes
 from ._terminal import Output, add_command, attach, run_command
 
-# Of the JSON; it changes when a field changes its meaning or goes.
-SCHEMA = 1
 # The kinds of bundles, by their names as a command line may write them.
 _KINDS = {name.upper(): name for name in ("CPU", *sorted(accelerator_names()))}
 _SIZE = re.compile(r"(?:(?P<nodes>\d+)\s*x\s*)?(?P<each>\d+)\s*(?P<kind>[A-Za-z_]+)")
@@ -51,7 +47,7 @@ def _make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="{nodes,explain}")
-    add = functools.partial(add_command, commands, epilog=_EPILOG)
+    add = functools.partial(add_command, commands, epilog=_EPILOG, json=False)
     nodes = add("nodes", "show what each node has, what is free, and who holds the rest")
     nodes.set_defaults(run=_nodes)
     explain = add("explain", "show whether a reservation would fit now, and else why not")
@@ -72,44 +68,15 @@ def _parse_request(text: str) -> RayVirtualCluster:
 
 
 def _nodes(options: argparse.Namespace, output: Output) -> int:
-    nodes, holders = read_nodes(), read_holders()
-    if not options.json:
-        # What jobs ask for, without the names that mark a node.
-        found = {name for node in nodes for name in node.total if not name.startswith(("node:", TAG))}
-        names = sorted(found.difference(("memory", "object_store_memory")))
-        output.print(draw_nodes(nodes, holders, names, title=""))
-        return 0
-    held = group_pairs(
-        (node_id, {**asdict(holder), "bundles": list(map(dict, bundles))})
-        for holder in holders
-        for node_id, bundles in holder.bundles.items()
-    )
-    rows = [
-        {
-            "node_id": node.node_id,
-            "address": node.ip,
-            "total": dict(node.total),
-            "free": dict(node.free),
-            "labels": dict(node.labels),
-            "holders": held.get(node.node_id, []),
-        }
-        for node in nodes
-    ]
-    output.print_json({"schema": SCHEMA, "nodes": rows})
+    nodes = read_nodes()
+    # What jobs ask for, without the names that mark a node.
+    found = {name for node in nodes for name in node.total if not name.startswith(("node:", TAG))}
+    names = sorted(found.difference(("memory", "object_store_memory")))
+    output.print(draw_nodes(nodes, read_holders(), names, title=""))
     return 0
 
 
 def _explain(options: argparse.Namespace, output: Output) -> int:
     report: ReservationReport = options.request.explain()
-    if options.json:
-        output.print_json(
-            {
-                "schema": SCHEMA,
-                "verdict": report.verdict,
-                "asked": [{"count": ask.count, "bundle": dict(ask.bundle)} for ask in report.asks],
-                "plan": [{"logical_node": at, "node_ids": list(ids)} for at, ids in sorted(report.plan.items())],
-            }
-        )
-    else:
-        output.print(report)
+    output.print(report)
     return 0 if report.verdict == "fits" else 1

@@ -10,20 +10,25 @@ from typing import Any, Literal, NoReturn
 from ray.util.placement_group import PlacementGroup
 from rich.console import Console, RenderableType
 
-from . import _model
-from ._model import ClusterConfig, Request, Strategy, check_positive, check_seconds
-from ._nodes.head import ask_head, head_deadline
+from ._model import (
+    ClusterConfig,
+    Strategy,
+    check_positive,
+    check_seconds,
+    make_request,
+)
+from ._nodes.head import head_deadline
 from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
-from ._nodes.usage import NodeUsage, read_usage
-from ._ray_private import accelerator_names
+from ._nodes.usage import NodeUsage
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
-from ._reserve.gpus import check_gpu_ids
-from ._reserve.held import Holding, find_bundles, not_returned
+from ._reserve.held import GIVE_BACK_S, Holding, find_bundles
 from ._reserve.wait import examine
 from ._show import ReservationReport, count_bundles, draw
 from ._slot import Slot
 from .exceptions import PlacementError
+
+Backend = Literal["nccl", "gloo"]
 
 
 class RayVirtualCluster:
@@ -43,7 +48,6 @@ class RayVirtualCluster:
             or "auto" (None) for any GPUs. Not together with `segment_size`.
         accelerators: the accelerators that each bundle holds, by Ray's names: `{"GPU": 0.5}`, `{"neuron_cores": 2}`,
             `{"TPU": 4}`, `{"HPU": 1}`, `{"NPU": 1}`, or `{}` for none.
-        accelerator_type: the model of these, as Ray names it, such as "A100".
         cpus_per_worker: the CPUs of a worker of each group.
         monitor_memory: sample the memory of the nodes once a second while the cluster is reserved.
         communication_backend: "nccl" or "gloo", for workers to use; None for "nccl" with GPUs and "gloo" without.
@@ -71,6 +75,10 @@ class RayVirtualCluster:
     (6, 2)
     """
 
+    # Of a view, its cluster, and its slots, as numbers among those of a logical node, which stay if a slot is replaced.
+    _parent: "RayVirtualCluster | None" = None
+    _places: frozenset[tuple[int, int]] | None = None
+
     def __init__(
         self,
         bundle_ct_per_node_list: list[int],
@@ -87,15 +95,13 @@ class RayVirtualCluster:
         enable_colocation: bool = False,
         gpu_ids: Sequence[int | str] | Sequence[Sequence[int | str]] | Literal["auto"] | None = None,
         accelerators: Mapping[str, float] | None = None,
-        accelerator_type: str | None = None,
         cpus_per_worker: int = 1,
         monitor_memory: bool = False,
-        communication_backend: Literal["nccl", "gloo"] | None = None,
+        communication_backend: Backend | None = None,
         label_selector: Mapping[str, str] | None = None,
         reserve_timeout_s: float = 180.0,
         wait_for_nodes_s: float = 0.0,
     ) -> None:
-        counts = _model.check_counts("bundle_ct_per_node_list", bundle_ct_per_node_list)
         if communication_backend not in ("nccl", "gloo", None):
             raise ValueError(f"communication_backend must be 'nccl', 'gloo' or None, got {communication_backend!r}")
         if use_gpus or num_gpus_per_node != 0:
@@ -111,41 +117,24 @@ class RayVirtualCluster:
         self.node_resource_constraints = node_resource_constraints
         self.num_gpus_per_node = num_gpus_per_node
         self.name = name
-
-        capacity = max(max_colocated_worker_groups, 2 if enable_colocation else 1)
-        self._accelerators = {"GPU": 1.0} if use_gpus else {}
-        if accelerators is not None:
-            self._accelerators = _model.check_accelerators(accelerators, use_gpus, capacity)
-        gpus = self._accelerators.get("GPU", 0.0)
-        self.use_gpus: bool = gpus > 0
-        wanted: Mapping[int, frozenset[str]] = {}
-        if gpu_ids is not None and gpu_ids != "auto":
-            wanted = check_gpu_ids(gpu_ids, counts, gpus, placement_group_strategy, segment_size)
-        self.communication_backend: Literal["nccl", "gloo"] = communication_backend or ("nccl" if gpus else "gloo")
-        if segment_size is not None:
-            _model.check_segments(segment_size, sum(map(bool, counts)), placement_group_strategy)
-        asks = _model.make_asks(
-            counts,
-            capacity * cpus_per_worker,
-            placement_group_strategy,
-            self._accelerators,
-            accelerator_type,
-            label_selector,
-            node_resource_constraints,
-        )
-        request = Request(
-            asks=tuple(asks),
+        request = make_request(
+            bundle_ct_per_node_list,
             name=name,
-            capacity=capacity,
-            gpu_ids=wanted,
+            capacity=max(max_colocated_worker_groups, 2 if enable_colocation else 1),
+            cpus_per_worker=cpus_per_worker,
+            strategy=placement_group_strategy,
+            use_gpus=use_gpus,
+            accelerators=accelerators,
+            labels=label_selector,
+            constraints=node_resource_constraints,
+            gpu_ids=None if gpu_ids == "auto" else gpu_ids,
             segment_size=segment_size,
             timeout_s=check_seconds("reserve_timeout_s", reserve_timeout_s),
             wait_for_nodes_s=check_seconds("wait_for_nodes_s", wait_for_nodes_s),
         )
         self._holding = Holding(request, monitor_memory=monitor_memory)
-        self._parent: RayVirtualCluster | None = None
-        # Of a view, its slots: each is a number among those of its logical node, which stays when a slot is replaced.
-        self._places: frozenset[tuple[int, int]] | None = None
+        self.use_gpus: bool = "GPU" in request.accelerators
+        self.communication_backend: Backend = communication_backend or ("nccl" if self.use_gpus else "gloo")
         release_when_dropped(self, self._holding.leak, self._holding.give_back)
 
     @classmethod
@@ -169,64 +158,19 @@ class RayVirtualCluster:
         given: Any = {name.removeprefix("master_"): config.get(name) for name in ClusterConfig.__optional_keys__}
         return cls([config["gpus_per_node"]] * config["num_nodes"], **{**given, **options})
 
-    @classmethod
-    def of(
-        cls,
-        placement_groups: Sequence[PlacementGroup],
-        max_colocated_worker_groups: int = 1,
-        *,
-        name: str = "",
-        timeout_s: float = 180.0,
-    ) -> "RayVirtualCluster":
-        """Return a cluster over placement groups that others have made, each of which is one logical node.
-
-        It owns none of them: its `shutdown` releases only the ports that were leased through it.
-
-        Args:
-            placement_groups: Ray's placement groups. All bundles of a group hold the same.
-            max_colocated_worker_groups: how many worker groups may share the slots.
-            name: appears in messages.
-            timeout_s: seconds to wait until the groups are placed and their accelerators are free, whose ids are read.
-
-        Raises:
-            ValueError: there is no group, one is given twice, its bundles differ, or they hold too few CPUs.
-            PlacementError: a group has been removed, or is one of another cluster.
-            PlacementTimeoutError: a group was not placed, or its accelerators were not free, in time.
-        """
-        check_seconds("timeout_s", timeout_s)
-        if len({group.id for group in placement_groups}) < len(placement_groups):
-            raise ValueError("a placement group is given twice")
-        with head_deadline(timeout_s):
-            specs = ask_head("read placement groups", lambda: [group.bundle_specs for group in placement_groups])
-        for bundles in specs:
-            if any(bundle != bundles[0] for bundle in bundles):
-                raise ValueError(f"the bundles of a placement group must hold the same, got {bundles}")
-            if bundles[0].get("CPU", 0) < max_colocated_worker_groups:
-                what = f"each of {max_colocated_worker_groups} worker groups needs a CPU of a bundle"
-                raise ValueError(f"{what}, and a bundle holds {bundles[0]}")
-        first, names = specs[0][0] if specs else {}, accelerator_names()
-        cluster = cls(
-            [group.bundle_count for group in placement_groups],
-            max_colocated_worker_groups=max_colocated_worker_groups,
-            name=name,
-            accelerators={what: amount for what, amount in first.items() if what in names and amount > 0},
-        )
-        cluster._holding.adopt(placement_groups, timeout_s=timeout_s)
-        return cluster
-
     @property
     def _counts(self) -> tuple[int, ...]:
-        """The number of bundles of each logical node, also of those that have been added."""
+        """The number of bundles of each logical node."""
         counts = tuple(ask.count for ask in self._holding.request.asks)
         if self._places is None:
             return counts
-        mine = Counter(node_idx for node_idx, _ in self._places if counts[node_idx] > 0)
+        mine = Counter(node_idx for node_idx, _ in self._places)
         return tuple(mine[node_idx] for node_idx in range(len(counts)))
 
     def __repr__(self) -> str:
         held = self._holding.held
         state = "not reserved" if held is None else "its Ray has been shut down" if held.ray_ended else "reserved"
-        kind = ", ".join(self._accelerators) or "CPU"
+        kind = ", ".join(self._holding.request.accelerators) or "CPU"
         what = "RayVirtualCluster" if self._parent is None else "view of RayVirtualCluster"
         return f"{what}({list(self._counts)}, {kind}, name={self.name!r}, {state})"
 
@@ -293,8 +237,6 @@ class RayVirtualCluster:
             return self
         if self._parent is not None:
             raise PlacementError(f"{self!r}: the cluster it was taken from has been shut down; split that again")
-        if self._holding.is_adopted:
-            raise PlacementError(f"{self!r} was made from placement groups of others: make another one from them")
         if unified and self._holding.request.gpu_ids:
             raise ValueError(f"{self!r} has gpu_ids, so each logical node has a placement group: leave out unified")
         self._holding.reserve(unified=unified)
@@ -308,7 +250,7 @@ class RayVirtualCluster:
     def slots(self) -> tuple[Slot, ...]:
         """Return the bundles in physical order: by topology domain, node, accelerator id. Reserves.
 
-        A slot that has replaced a lost one is in its place. The slots of an extension are at the end.
+        A slot that has replaced a lost one is in its place.
         """
         return tuple(self._own_places().values())
 
@@ -325,6 +267,8 @@ class RayVirtualCluster:
     def replace_lost_nodes(self, timeout_s: float = 180.0) -> tuple[Slot, ...]:
         """Reserve the slots of lost nodes again, on other nodes. The other slots do not change, and stay usable.
 
+        Needs STRICT_PACK, no `segment_size`, and a reservation that is not unified.
+
         Args:
             timeout_s: seconds to wait for room, also on nodes that are still to join.
 
@@ -333,87 +277,19 @@ class RayVirtualCluster:
             has not noticed that yet.
 
         Raises:
-            ResourceInsufficientError, PlacementTimeoutError: there was no room. Nothing has changed.
+            ResourceInsufficientError, PlacementTimeoutError: there was no room. The slots have not changed.
+            PlacementError: the cluster has another strategy, or `segment_size`, or is unified.
         """
         check_seconds("timeout_s", timeout_s)
-        self._check_owner("replace_lost_nodes", is_for_views=True)
+        if self.placement_group_strategy != "STRICT_PACK" or self.segment_size or self._holding.request.unified:
+            raise PlacementError(
+                f"The nodes of {self!r} cannot be replaced, because it has another strategy than STRICT_PACK, or a "
+                "segment_size, or is unified. Call shutdown(), and reserve it again."
+            )
         self.slots()
         new = self._holding.replace_lost(timeout_s=timeout_s)
         mine = set(self.slots())
         return tuple(slot for slot in new if slot in mine)
-
-    def extend(
-        self, bundle_counts: Sequence[int], *, timeout_s: float = 180.0, wait_for_nodes_s: float = 0.0
-    ) -> tuple[int, ...]:
-        """Reserve more logical nodes, with the options of the cluster. Reserves the cluster first if necessary.
-
-        Their slots come at the end of `slots()`, in physical order among themselves. The other slots and the views do
-        not change.
-
-        Args:
-            bundle_counts: the number of bundles of each new logical node.
-            timeout_s: seconds to wait for resources that others hold, and for another thread that changes the cluster.
-            wait_for_nodes_s: seconds to wait for nodes that are still joining.
-
-        Returns:
-            The numbers of the new logical nodes (`node_idx`). Numbers of released nodes are not used again.
-
-        Raises:
-            ValueError: a count below 1; the cluster has `gpu_ids`, `segment_size` or different
-                `node_resource_constraints` for its logical nodes, or is unified; or this is a view. Nothing has been
-                requested.
-            ResourceInsufficientError, PlacementTimeoutError, HeadTimeoutError: as for `reserve`. Nothing has changed.
-            PlacementError: the cluster was shut down during the wait. Nothing of the extension stays reserved.
-        """
-        counts = _model.check_counts("bundle_counts", bundle_counts, least=1)
-        check_seconds("timeout_s", timeout_s)
-        check_seconds("wait_for_nodes_s", wait_for_nodes_s)
-        self._check_owner("extend")
-        model, *others = self._holding.request.asks
-        remedy = "cannot be extended: reserve another one with the"
-        if self._holding.request.gpu_ids:
-            raise ValueError(f"a cluster with gpu_ids {remedy} GPUs that you need")
-        if any(other.bundle != model.bundle for other in others):
-            what = "a cluster whose node_resource_constraints differ between logical nodes"
-            raise ValueError(f"{what} {remedy} constraints that you need")
-        self.slots()
-        return self._holding.extend(counts, model, timeout_s=timeout_s, wait_for_nodes_s=wait_for_nodes_s)
-
-    def release_nodes(self, indices: Iterable[int]) -> None:
-        """Release logical nodes, and wait at most 30 s until Ray has their resources back.
-
-        The other slots keep their order, and views lose the released ones. Ports that were leased through the cluster
-        on physical nodes that it no longer uses are released too.
-
-        Args:
-            indices: the numbers of the logical nodes (`node_idx`).
-
-        Raises:
-            IndexError: a logical node is not in use. Nothing has changed, as with the next two.
-            ValueError: this is a view; or the cluster has `segment_size`, or is unified.
-            PlacementError: worker groups use their slots, which the message names; the cluster is not reserved; or Ray
-                did not have the resources back in time.
-        """
-        wanted = set(indices)
-        self._check_owner("release_nodes")
-        if self._holding.held is None:
-            raise PlacementError(f"{self!r} has no nodes to release. Reserve it first.")
-        self.slots()  # which raises if its Ray has been shut down
-        if not self._holding.release(wanted):
-            raise not_returned(f"logical node(s) {sorted(wanted)} of {self!r}")
-
-    def _check_owner(self, method: str, *, is_for_views: bool = False) -> None:
-        if self._holding.is_adopted:
-            raise ValueError(f"{self!r} does not own its placement groups, so it has no {method}()")
-        if self._parent is not None and not is_for_views:
-            raise ValueError(
-                f"{self!r} holds no nodes of its own: call {method}() of the cluster that it was taken from"
-            )
-        if (self._holding.request.unified or self.segment_size) and not is_for_views:
-            raise ValueError(
-                f"{self!r} is unified, or has a segment_size, so its size is fixed and it has no {method}(): reserve "
-                "another one"
-            )
 
     def split(self, sizes: Sequence[int]) -> "tuple[RayVirtualCluster, ...]":
         """Return views over the reservation: the first `sizes[0]` slots, the next `sizes[1]`, and so on. Reserves.
@@ -487,8 +363,8 @@ class RayVirtualCluster:
         With `monitor_memory` the peaks are those since this process began to sample the node; without it they are those
         of this one sample.
         """
-        node_ids, held = dict.fromkeys(slot.node_id for slot in self.slots()), self._holding.held
-        return read_usage(list(node_ids), held.watcher if held else None)
+        node_ids = dict.fromkeys(slot.node_id for slot in self.slots())
+        return self._holding.read_usage(list(node_ids))
 
     def groups(self) -> tuple[Any, ...]:
         """Return the worker groups that run on this cluster's slots, in the order of their creation. Reserves nothing.
@@ -508,7 +384,7 @@ class RayVirtualCluster:
             worker_groups: groups to draw in it. They have `name_prefix`, `world_size` and `worker_metadata`.
             title: replaces the headline that counts nodes and GPUs.
         """
-        return draw(self._counts, self._shown_slots(), self._accelerators, worker_groups, title)
+        return draw(self._counts, self._shown_slots(), self._holding.request.accelerators, worker_groups, title)
 
     def print_cluster_grid(self, worker_group: Any | None = None) -> None:
         """Print the grid, with the workers of one group. Reserves nothing."""
@@ -518,7 +394,7 @@ class RayVirtualCluster:
         """Print the grid with several groups, or with one. The default are all groups on this cluster."""
         groups = self.groups() if worker_groups is None else worker_groups
         groups = list(groups) if isinstance(groups, Iterable) else [groups]
-        counted = count_bundles(self._counts, self._accelerators)
+        counted = count_bundles(self._counts, self._holding.request.accelerators)
         Console().print(self.grid(groups, title=f"Ray Cluster Global View: {counted}, Worker Groups: {len(groups)}"))
 
     def shutdown(self) -> bool:
@@ -534,7 +410,10 @@ class RayVirtualCluster:
             HeadTimeoutError: Ray's head did not answer. It removes the groups in the background once it answers.
         """
         if self._parent is None and not self._holding.give_back():
-            raise not_returned(repr(self))
+            raise PlacementError(
+                f"Ray did not return the resources of {self!r} within {GIVE_BACK_S:g} s. The groups are removed, but a "
+                "process in them may still be ending: look at its node."
+            )
         return True
 
     def __enter__(self) -> "RayVirtualCluster":

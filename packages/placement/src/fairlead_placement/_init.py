@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ray
 
 from ._nodes.background import run_in_thread
-from ._nodes.head import CLIENT_REMEDY, ask_head, refuse_client
+from ._nodes.head import CLIENT_REMEDY, refuse_client
 from ._ray_private import Raylet, cluster_file, connect_to_head, list_raylets
 from .exceptions import HeadTimeoutError, PlacementError
 
@@ -39,18 +39,16 @@ def init_ray(
 
     Without an address, that is the cluster that `RAY_ADDRESS` names, else the one that `ray start` of this user has
     announced on this machine. Else it is the local one that an `init_ray` of this user has started last, with the same
-    `CUDA_VISIBLE_DEVICES` and `RAY_TMPDIR`, or a new one. One line says which it is and why. `init_ray` never
-    joins the private Ray of another program, nor one that another user has announced. It passes nothing of this
-    process's environment to the cluster and does not modify `os.environ`. (Ray itself records in it that a local
-    cluster uses token authentication.)
+    `CUDA_VISIBLE_DEVICES` and `RAY_TMPDIR`, or a new one. One line says which it is and why. `init_ray` never joins the
+    private Ray of another program. It passes nothing of this process's environment to the cluster and does not modify
+    `os.environ`, in which Ray itself records that a local cluster uses token authentication.
 
     Args:
         log_dir: where a local cluster keeps its logs and session files; Ray's own folder when None. The path must
             be short: Ray puts sockets below it, and a socket's path is limited to 107 bytes.
         address: the `host:port` of the cluster to attach to; "local" always starts a new one. "auto" never starts one.
-            It also takes a local one that was started with other `CUDA_VISIBLE_DEVICES`, if that is the only one.
-        num_cpus: CPUs of a local cluster; None for those of the machine. A cluster that runs already keeps its size.
-        num_gpus: GPUs of a local cluster; None for those of the machine.
+        num_cpus: CPUs of a new local cluster; None for those of the machine. One that runs already keeps its size.
+        num_gpus: GPUs of a new local cluster; None for those of the machine.
 
     Returns:
         Ray's context, as `ray.init` returns it. `ray.shutdown()` ends what was started.
@@ -59,29 +57,17 @@ def init_ray(
         ValueError: the address is not one.
         PlacementError: Ray is running in this process already and `address` names another cluster; the cluster at
             `address` cannot be reached, has no node on this machine, or wants a token that is not there. "auto" found
-            no cluster, or several. The address or the connection of this process is one of Ray Client (`ray://`).
+            no cluster. The address or the connection of this process is one of Ray Client (`ray://`).
         HeadTimeoutError: something listens at the address, but no Ray head answered there within 15 s.
     """
     refuse_client()
-    context: Any = None
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", here):
             raise PlacementError(f"Ray is connected to {here} already. Call ray.shutdown() before {address!r} is used.")
         # Ray sets the level of its logger for good.
-        context = ray.init(ignore_reinit_error=True, logging_level=logging.getLogger("ray").level)
-    elif address != "local":
-        context = attach_to(address)
-    if context is not None:
-        wanted = {kind: number for kind, number in (("CPU", num_cpus), ("GPU", num_gpus)) if number}
-        has = ask_head("list what the cluster has", ray.cluster_resources, timeout_s=ATTACH_S) if wanted else {}
-        if any(number != has.get(kind, 0) for kind, number in wanted.items()):
-            logger.warning(
-                "init_ray(num_cpus=%s, num_gpus=%s) has no effect: it attached to a running Ray cluster. Pass "
-                'address="local" to start a cluster of this size.',
-                num_cpus,
-                num_gpus,
-            )
+        return ray.init(ignore_reinit_error=True, logging_level=logging.getLogger("ray").level)
+    if address != "local" and (context := attach_to(address)) is not None:
         return context
     options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": {local_tag(): 1}}
     if log_dir is not None:
@@ -105,9 +91,8 @@ def attach_to(
 ) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
-    The options are further arguments of `ray.init`. The head has `timeout_s` to answer; None is for `ATTACH_S`. With
-    `private`, for commands, it may be the Ray of another program, and the token of the user is taken for a cluster that
-    was named too, as Ray does for a cluster that it finds.
+    The head has `timeout_s` to answer; None is for `ATTACH_S`. With `private`, for commands, the token of the user is
+    taken for a cluster that was named too, as Ray does for a cluster that it finds.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
     if (target := find_target(named, private=private)) is None:
@@ -157,8 +142,9 @@ class Target(NamedTuple):
 def find_target(named: str | None, *, private: bool = False) -> Target | None:
     """Return the cluster to attach to, or None if this process is to start one. `named` is the `address` of `init_ray`.
 
-    It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started. With
-    `private`, "auto" also takes the only cluster here that a program of this user has started for itself.
+    It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started with
+    the same visible devices. With `private`, "auto" also takes the only one that it has started for any devices, or
+    else the only Ray that this user runs on this machine.
     """
     from_env = os.environ.get("RAY_ADDRESS") if named in (None, "auto") else None
     if from_env == "local" and named is None:
@@ -171,19 +157,18 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
         is_mine, address = os.fstat(opened.fileno()).st_uid == os.getuid(), opened.read(300).strip()
         if is_mine and _split(address) and _answers(address):
             return Target(address, f"`ray start` announced in {file}")
-    started = _list_clusters(local_tag(of_devices=may_start))
-    if started and (may_start or len(started) == 1):
+    if started := _list_clusters(local_tag()):
         return Target(started[-1].address, f"init_ray started in process {started[-1].starter}")
     if may_start:
         return None
-    others = started or _list_clusters("")
-    if private and not started and len(others) == 1:
-        return Target(others[0].address, f"process {others[0].starter} started for itself")
+    others = _list_clusters(local_tag().rpartition("-")[0]) or _list_clusters("")
+    if private and len(others) == 1:
+        return Target(others[0].address, f"process {others[0].starter} started")
     listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
-    what = "several" if started else "none that is named, announced or started by init_ray"
     raise PlacementError(
-        f'"auto" found {what} of the Ray clusters that you run on this machine, which are: {listed}. Pass the address '
-        "of one of them, set RAY_ADDRESS, or start a cluster with `ray start --head`."
+        '"auto" found no Ray cluster that is named, announced, or started by init_ray with the same '
+        f"CUDA_VISIBLE_DEVICES. You run on this machine: {listed}. Pass the address of one, set RAY_ADDRESS, or "
+        "start one with `ray start --head`."
     )
 
 
@@ -212,15 +197,15 @@ def _check_named(address: str, reason: str) -> Target:
     return Target(address, reason, True)
 
 
-def local_tag(*, of_devices: bool = True) -> str:
+def local_tag() -> str:
     """Return the name of the resource that marks a cluster that `init_ray` starts in this process.
 
-    Its beginning is the same for all of this user with the same session folder, whatever their visible devices.
+    It is the same for all processes of this user with the same session folder and visible devices. The devices are its
+    last part.
     """
     file = cluster_file()
-    session = f"{os.getuid()} {file and Path(file).parent.resolve()}"
-    parts = [session, *([os.environ.get("CUDA_VISIBLE_DEVICES", "all")] if of_devices else [])]
-    return TAG + "".join(f"{hashlib.sha256(part.encode()).hexdigest()[:8]}-" for part in parts)
+    parts = f"{os.getuid()} {file and Path(file).parent.resolve()}", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return TAG + "-".join(hashlib.sha256(part.encode()).hexdigest()[:8] for part in parts)
 
 
 def _split(address: str) -> tuple[str, int] | None:

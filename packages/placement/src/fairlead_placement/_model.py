@@ -59,6 +59,7 @@ class Request:
     asks: tuple[Ask, ...]  # one for each logical node, also for those that are not in use
     name: str
     capacity: int  # how many worker groups may share a slot
+    accelerators: Mapping[str, float]  # of a bundle
     segment_size: int | None = None
     gpu_ids: Mapping[int, frozenset[str]] = field(default_factory=dict)  # by logical node; empty if any GPUs will do
     timeout_s: float
@@ -138,16 +139,6 @@ def count_bundles(bundle: Mapping[str, float], amounts: Mapping[str, float]) -> 
     return min((round(amounts.get(name, 0) * PRECISION) // unit for name, unit in units.items() if unit), default=0)
 
 
-def check_counts(name: str, counts: Any, *, least: int = 0) -> tuple[int, ...]:
-    """Return the numbers of bundles per logical node."""
-    if not isinstance(counts, (list, tuple)) or not counts:
-        raise ValueError(f"{name} must be a list with an entry per logical node, got {counts!r}")
-    for count in counts:
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise ValueError(f"bundle counts must be integers, {least} or more, got {count!r} in {counts!r}")
-    return tuple(counts)
-
-
 def check_positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -160,7 +151,7 @@ def check_seconds(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_segments(size: Any, used: int, strategy: str) -> None:
+def _check_segments(size: Any, used: int, strategy: str) -> None:
     """Refuse a number of logical nodes that are to share a topology domain, of those that are in use."""
     check_positive("segment_size", size)
     if strategy != "STRICT_PACK":
@@ -169,7 +160,7 @@ def check_segments(size: Any, used: int, strategy: str) -> None:
         raise ValueError(f"{used} logical nodes in use are not a multiple of segment_size={size}")
 
 
-def check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dict[str, float]:
+def _check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dict[str, float]:
     """Return the accelerators that a bundle holds, of which each of `capacity` workers gets the same part."""
     if "GPU" in accelerators and not use_gpus:
         raise ValueError(f"accelerators={accelerators!r} has GPUs, and use_gpus=False none: leave use_gpus out")
@@ -190,33 +181,94 @@ def check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dict
     return {name: float(amount) for name, amount in accelerators.items()}
 
 
-def make_asks(
-    counts: Sequence[int],
-    cpus: int,
+def make_request(
+    counts: Any,
+    *,
+    name: str,
+    capacity: int,
+    cpus_per_worker: int,
     strategy: Strategy,
-    accelerators: Mapping[str, float],
-    model: str | None,
+    use_gpus: bool,
+    accelerators: Mapping[str, float] | None,
     labels: Mapping[str, str] | None,
     constraints: Sequence[Mapping[str, float]] | None,
-) -> list[Ask]:
-    """Return a request for each logical node, also for those that are not in use."""
+    gpu_ids: Any,
+    segment_size: Any,
+    timeout_s: float,
+    wait_for_nodes_s: float,
+) -> Request:
+    """Return the request of a cluster from the arguments of its constructor, once they are checked."""
+    if not isinstance(counts, (list, tuple)) or not counts:
+        raise ValueError(f"bundle_ct_per_node_list must be a list with an entry per logical node, got {counts!r}")
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"bundle counts must be integers, 0 or more, got {count!r} in {counts!r}")
     if strategy not in STRATEGIES:
         raise ValueError(f"placement_group_strategy must be one of {list(STRATEGIES)}, got {strategy!r}")
-    if model is not None and not (isinstance(model, str) and model and accelerators):
-        raise ValueError(f"accelerator_type must be the model of the accelerators of a bundle, got {model!r}")
-    bundle = {"CPU": float(cpus), **accelerators}
-    if model:
-        bundle[f"{ACCELERATOR_TYPE}{model}"] = 0.001  # as Ray's own option of this name requests
-    if selector := dict(labels or {}):
-        check_selector(selector)
+    held = {"GPU": 1.0} if use_gpus else {}
+    if accelerators is not None:
+        held = _check_accelerators(accelerators, use_gpus, capacity)
+    bundle = {"CPU": float(capacity * cpus_per_worker), **held}
+    if labels:
+        check_selector(labels)
     extras = [{}] * len(counts) if constraints is None else [extra or {} for extra in constraints]
     if len(extras) != len(counts):
         raise ValueError(f"node_resource_constraints has {len(extras)} entries for {len(counts)} logical nodes")
-    for name, amount in (item for extra in extras for item in extra.items()):
-        if name in ("CPU", "GPU") or not 0 < amount < math.inf:
+    for what, amount in (item for extra in extras for item in extra.items()):
+        if what in ("CPU", "GPU") or not 0 < amount < math.inf:
             raise ValueError(
                 f"node_resource_constraints may hold positive, finite amounts of resources other than CPU and GPU, "
-                f"got {name!r}: {amount!r}"
+                f"got {what!r}: {amount!r}"
             )
+    if segment_size is not None:
+        _check_segments(segment_size, sum(map(bool, counts)), strategy)
+    wanted = {} if gpu_ids is None else _check_gpu_ids(gpu_ids, counts, held.get("GPU", 0), strategy, segment_size)
     numbered = enumerate(zip(counts, extras, strict=True))
-    return [Ask(number, count, {**bundle, **extra}, strategy, selector) for number, (count, extra) in numbered]
+    selector = dict(labels or {})
+    return Request(
+        asks=tuple(Ask(index, count, {**bundle, **extra}, strategy, selector) for index, (count, extra) in numbered),
+        name=name,
+        capacity=capacity,
+        accelerators=held,
+        gpu_ids=wanted,
+        segment_size=segment_size,
+        timeout_s=timeout_s,
+        wait_for_nodes_s=wait_for_nodes_s,
+    )
+
+
+def _check_gpu_ids(
+    gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: str, segment_size: int | None
+) -> dict[int, frozenset[str]]:
+    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use."""
+    if gpus != 1:
+        raise ValueError(f"gpu_ids={gpu_ids!r} needs one GPU in each bundle (use_gpus=True), got {gpus:g}")
+    if strategy != "STRICT_PACK":
+        raise ValueError(
+            f"gpu_ids={gpu_ids!r} needs placement_group_strategy='STRICT_PACK', so that the ids are those of one "
+            f"node, got {strategy!r}"
+        )
+    if not isinstance(gpu_ids, (list, tuple)):
+        raise ValueError(f"gpu_ids must be a list of ids, a list per logical node, or 'auto', got {gpu_ids!r}")
+    used = [node_idx for node_idx, count in enumerate(counts) if count > 0]
+    is_nested = any(isinstance(part, (list, tuple)) for part in gpu_ids)
+    if not is_nested and len(used) != 1:
+        raise ValueError(f"gpu_ids must be a list per logical node, as {len(used)} are in use, got {gpu_ids!r}")
+    per_node = list(gpu_ids) if is_nested else [gpu_ids if count else [] for count in counts]
+    if len(per_node) != len(counts):
+        raise ValueError(f"gpu_ids has {len(per_node)} lists for {len(counts)} logical nodes: {gpu_ids!r}")
+    for node_idx, (ids, count) in enumerate(zip(per_node, counts, strict=True)):
+        if not isinstance(ids, (list, tuple)) or len(ids) != count:
+            raise ValueError(
+                f"gpu_ids of logical node {node_idx} must be {count} ids, one for each bundle, got {ids!r}"
+            )
+        for gpu in ids:
+            if isinstance(gpu, bool) or not isinstance(gpu, (int, str)) or gpu == "" or str(gpu).startswith("-"):
+                raise ValueError(
+                    f"gpu_ids must be numbers, 0 or more, or names such as 'GPU-6a', got {gpu!r} in {ids!r}"
+                )
+        if len(set(map(str, ids))) < len(ids):
+            raise ValueError(f"gpu_ids of a logical node must be different, got {ids!r}")
+    if segment_size is not None and used:
+        raise ValueError(f"give gpu_ids={gpu_ids!r} or segment_size={segment_size!r}, not both")
+    return {node_idx: frozenset(map(str, per_node[node_idx])) for node_idx in used}

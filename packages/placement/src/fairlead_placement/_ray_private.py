@@ -54,17 +54,11 @@ def connection() -> object | None:
     Each `ray.init` makes another one, even for the same cluster: what the process held there before is gone.
 
     Reason: Ray's public ids of a connection are several calls, between which another thread may shut Ray down.
-    Fallback: these ids.
 
     >>> connection()
     """
     worker: Any = ray._private.worker
-    if not getattr(worker.global_worker, "connected", False):
-        return None
-    if (node := getattr(worker, "_global_node", None)) is not None:
-        return node  # type: ignore[no-any-return]
-    here = ray.get_runtime_context()
-    return here.get_session_name(), here.get_worker_id()
+    return worker._global_node if worker.global_worker.connected else None
 
 
 def draining_nodes() -> frozenset[str]:
@@ -94,25 +88,26 @@ def list_raylets() -> list[Raylet]:
     """
     import psutil  # Ray brings it along
 
-    found: list[Raylet] = []
+    raylets: list[Raylet] = []
     proc = Path("/proc")
     if proc.exists() and os.readlink(proc / "self") != str(os.getpid()):  # it is of another namespace
-        return found
+        return raylets
+    spaces = ["ns/pid", "ns/net", "ns/mnt"] if proc.exists() else []
     for process in psutil.process_iter():
         # The process may exit, or belong to another user who hides it.
         with contextlib.suppress(psutil.Error, OSError, KeyError):
             if process.name() != "raylet":
                 continue
-            spaces = [f"ns/{kind}" for kind in ("pid", "net", "mnt")] if proc.exists() else []
-            if any(os.readlink(proc / str(process.pid) / one) != os.readlink(proc / "self" / one) for one in spaces):
+            its = proc / str(process.pid)
+            if any(os.readlink(its / space) != os.readlink(proc / "self" / space) for space in spaces):
                 continue
             pairs = (argument.partition("=") for argument in process.cmdline())
             options = {name.lstrip("-"): value for name, _, value in pairs}
             # Alternately the names and the amounts.
             resources = frozenset(options.get("static_resource_list", "").split(",")[::2])
             made = process.ppid(), process.create_time(), process.uids().real
-            found.append(Raylet(options["gcs-address"], options["node_id"], *made, resources))
-    return found
+            raylets.append(Raylet(options["gcs-address"], options["node_id"], *made, resources))
+    return raylets
 
 
 def is_client() -> bool:
@@ -131,8 +126,8 @@ def is_client() -> bool:
 def cluster_file() -> str | None:
     """Return the path of the file in which Ray keeps the address of the cluster started last on this machine.
 
-    Reason: an error about that address has to name the file, so that the user can correct or delete it.
-    Fallback: None; the error then names no file.
+    Reason: nothing public names the file.
+    Fallback: None, and no cluster is found in it.
     """
     with contextlib.suppress(*_MISSING):
         return str(ray._private.utils.get_ray_address_file(None))
@@ -165,19 +160,13 @@ def connect_to_head(address: str, *, find_token: bool = False) -> None:
 
 
 def autoscaler_is_there() -> bool:
-    """Return whether an autoscaler that may add nodes has reported its state to Ray."""
-    return infeasible_groups() is not None
+    """Return whether an autoscaler that may add nodes has reported its state to Ray.
 
+    Each head has one, which adds nothing without a configuration. Version 1 then reports each node's type as
+    "node_<id>". Version 2 launches nothing if the head lacks the instance id that launchers give to nodes.
 
-def infeasible_groups() -> frozenset[str] | None:
-    """Return the ids of the placement groups that an autoscaler cannot add nodes for; None if no autoscaler adds nodes.
-
-    Each head has an autoscaler, which adds nothing without a configuration. Version 1 then reports each node's type as
-    "node_<id>". Version 2 reports no types, but launches nothing if the head lacks the instance id that launchers give
-    to nodes. If nodes have such ids, as on KubeRay without autoscaling, it reports groups that have no room.
-
-    Reason: nothing public shows what an autoscaler has reported. Version 1 does not report what is infeasible.
-    Fallback: None, also before the first report. A request that the present nodes cannot hold is then refused at once.
+    Reason: nothing public shows what an autoscaler has reported.
+    Fallback: False, as before the first report. A request that the present nodes cannot hold is then refused at once.
     """
     with contextlib.suppress(*_MISSING):
         from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
@@ -186,13 +175,12 @@ def infeasible_groups() -> frozenset[str] | None:
         status = GetClusterStatusReply.FromString(client.get_cluster_status())
         state, nodes = status.autoscaling_state, status.cluster_resource_state.node_states
         if state.last_seen_cluster_resource_state_version and any(node.instance_id for node in nodes):
-            return frozenset(gang.details.partition(":")[0] for gang in state.infeasible_gang_resource_requests)
+            return True
         key = ray._private.ray_constants.DEBUG_AUTOSCALING_STATUS
         report = json.loads(client.internal_kv_get(key.encode(), None) or "{}").get("autoscaler_report") or {}
         types = report.get("node_type_mapping") or {}
-        if any(name != f"node_{node_id}" for node_id, name in types.items()):
-            return frozenset()
-    return None
+        return any(name != f"node_{node_id}" for node_id, name in types.items())
+    return False
 
 
 @dataclass(frozen=True)
@@ -211,10 +199,7 @@ class LiveActor:
 
 
 def actor_id_of(handle: Any) -> str:
-    """Return the id of an actor.
-
-    Reason: a handle has it in a private attribute only.
-    """
+    """Return the id of an actor. Reason: a handle has it in a private attribute only."""
     return str(handle._actor_id.hex())
 
 
@@ -383,6 +368,7 @@ def bare_runtime_env() -> Any | None:
 def create_actor(actor_class: Any, args: Sequence[Any], **options: Any) -> Any:
     """Create an actor of a remote class without the environment of this process; return its handle.
 
+    Of the options of `ray.remote`, the class has none but those that describe its methods.
     Reason: the public `options` copies the environment, and drops what `bare_runtime_env` adds.
     Fallback: `options`. The actor then gets the environment of this process.
     """
@@ -394,7 +380,7 @@ def create_actor(actor_class: Any, args: Sequence[Any], **options: Any) -> Any:
 def start_task(remote_function: Any, args: Sequence[Any], **options: Any) -> Any:
     """Start a task without the environment of this process; return the reference to its result.
 
-    Reason and fallback: as for `create_actor`.
+    The options of `ray.remote` do not count. Reason and fallback: as for `create_actor`.
     """
     if (bare := bare_runtime_env()) is not None:
         with contextlib.suppress(*_MISSING):

@@ -37,7 +37,7 @@ class PlacementError(ErrorWithFields):
 
 @dataclass(eq=False, repr=False)
 class _Reported(PlacementError):
-    """An error that shows what was requested and what was found."""
+    """An error with a table of what was requested and what was found."""
 
     reason: str
     report: ReservationReport | None = field(default_factory=lambda: None)
@@ -49,9 +49,7 @@ class _Reported(PlacementError):
 class ResourceInsufficientError(_Reported):
     """The nodes of the cluster cannot hold the request, even when nothing else runs on them.
 
-    If the request would fit but others hold the resources, the reservation waits for them and then raises
-    `PlacementTimeoutError`. The exception are particular GPUs (`gpu_ids`): if others hold exactly those, it raises this
-    error, and the reason says so.
+    It is also raised if others held exactly the GPUs of `gpu_ids` until the deadline, and the reason says so.
 
     Attributes:
         reason: what does not fit and what to do about it.
@@ -72,10 +70,6 @@ class HeadTimeoutError(PlacementTimeoutError):
     """Ray's head (GCS) did not answer a request in time. The request is sent, and may still take effect.
 
     Placement groups that had to be removed are removed in the background once the head answers again.
-
-    Attributes:
-        reason: what was requested, how long this process waited, and what to do.
-        report: None.
     """
 
 

@@ -17,7 +17,7 @@ from ._nodes.board import (
     read_boards,
     withdraw,
 )
-from ._nodes.functions import find_here, run_on_nodes
+from ._nodes.functions import run_on_nodes
 from ._nodes.head import (
     alive_nodes,
     ask_head,
@@ -29,6 +29,7 @@ from ._nodes.head import (
     wait_until,
 )
 from ._ray_private import (
+    actor_id_of,
     autoscaler_is_there,
     collect,
     connection,
@@ -53,6 +54,7 @@ __all__ = [
     "Output",
     "SlotClaim",
     "Waiting",
+    "actor_id_of",
     "add_command",
     "alive_nodes",
     "ask_head",
@@ -68,7 +70,6 @@ __all__ = [
     "drain_deadlines",
     "draining_nodes",
     "find_boards",
-    "find_here",
     "group_pairs",
     "head_deadline",
     "number_slots",

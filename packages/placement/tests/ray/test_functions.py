@@ -7,9 +7,16 @@ import time
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster
+from fairlead_placement import (
+    PlacementError,
+    PlacementTimeoutError,
+    RayVirtualCluster,
+    lease_ports,
+    release_ports,
+)
 from fairlead_placement._nodes import functions
-from fairlead_placement.extension import find_here, run_on_nodes
+from fairlead_placement._nodes.functions import find_here
+from fairlead_placement.extension import run_on_nodes
 
 
 @pytest.fixture(scope="module")
@@ -116,18 +123,64 @@ def test_a_silent_head(cluster, ids, where, stop_process):
     assert found == 7 or (where == "tasks" and isinstance(found, PlacementTimeoutError))
 
 
+def test_an_agent_that_the_head_does_not_know(cluster, ids, stop_process, call_in_time, agent_pids, eventually):
+    """While the head is silent, a lease that needs an agent fails in time, and so does what others do meanwhile."""
+    with RayVirtualCluster([1, 1, 1], use_gpus=False) as made:
+        first, *others = made.slots()
+        with lease_ports([first])[0][0]:
+            with stop_process(cluster.head_node.all_processes["gcs_server"][0].process.pid):
+                calls = {
+                    "without an agent": lambda: lease_ports(others, timeout_s=1.0),
+                    "with an agent": lambda: time.sleep(1.0) or lease_ports([first], timeout_s=1.0),
+                }
+                outcomes = call_in_time(calls, 2.0)
+            assert isinstance(outcomes["without an agent"], PlacementTimeoutError)
+            outcomes["with an agent"][0][0].release()
+        assert eventually(lambda: not any(agent_pids(node_id) for node_id in ids))
+        release_ports([lease for leases in lease_ports(others) for lease in leases])
+
+
+def test_a_job_with_an_environment(run_script):
+    """In a job that has a `runtime_env`, agents and functions need no CPU either, and functions run once."""
+    out = run_script(
+        """
+        import os
+        import ray
+        from fairlead_placement import RayVirtualCluster, lease_ports
+        from fairlead_placement._nodes.functions import run_in_tasks
+
+        options = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
+        ray.init(address="local", num_cpus=1, runtime_env={"env_vars": {"MINE": "yes"}}, **options)
+
+        def end(path):
+            with open(path, "a") as file:
+                file.write("x")
+            os._exit(3)
+
+        calls = os.path.abspath("calls")
+        with RayVirtualCluster([1], use_gpus=False) as cluster:
+            node_id = cluster.slots()[0].node_id
+            print("result", run_in_tasks(int, {node_id: ("7",)}, timeout_s=60)[node_id])
+            print("leases", len(lease_ports(cluster.slots(), timeout_s=60)))
+            run_in_tasks(end, {node_id: (calls,)}, timeout_s=60)
+        print("calls", open(calls).read())
+        """
+    )
+    ours = [line for line in out.splitlines() if line.startswith(("result", "leases", "calls"))]  # Ray prints others
+    assert ours == ["result 7", "leases 1", "calls x"]
+
+
 SLOW_PIP = """
     import os, sys, time
     import ray
     from fairlead_placement import RayVirtualCluster, lease_ports
-    from fairlead_placement._nodes.functions import run_in_tasks
-    from fairlead_placement._ray_private import visible_gpus
 
     os.makedirs("slow")
     with open("slow/setup.py", "w") as file:
         file.write("import time; time.sleep(60); from setuptools import setup; setup(name='slow')")
     environment = {"pip": {"packages": [os.path.abspath("slow")], "pip_check": False}}
-    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", runtime_env=environment)
+    options = {"include_dashboard": False, "logging_level": "error", "runtime_env": environment}
+    ray.init(address="local", num_cpus=4, num_gpus=1, **options)
     cluster = RayVirtualCluster([2], use_gpus=False)
     slots = cluster.slots()
 
@@ -136,12 +189,12 @@ SLOW_PIP = """
         function(*args, **options)
         return round(time.monotonic() - began, 2)
 
-    took = [measure(lease_ports, slots), measure(run_in_tasks, visible_gpus, {slots[0].node_id: ()}, timeout_s=30)]
+    took = [measure(lease_ports, slots), measure(RayVirtualCluster([1], gpu_ids=[0]).reserve)]
     print(took, max(took) < 30)
 """
 
 
 @pytest.mark.nightly
 def test_a_slow_environment(run_script):
-    """A pip install of the job that takes a minute delays neither a lease nor a function on a node."""
+    """A pip install of the job that takes a minute delays neither a lease nor the ids of accelerators."""
     assert run_script(SLOW_PIP).split()[-1] == "True"

@@ -11,7 +11,14 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from fairlead_placement import HeadTimeoutError, PlacementError, PlacementTimeoutError, RayVirtualCluster, _cli
+from fairlead_placement import (
+    HeadTimeoutError,
+    PlacementError,
+    PlacementTimeoutError,
+    RayVirtualCluster,
+    _cli,
+    read_slots,
+)
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._reserve import groups
@@ -51,7 +58,6 @@ LIMIT_S = 1.0
 # How to use each public name of a cluster, and what comes of it; None for whatever needs no answer of the head.
 USES = {
     "explain": (lambda cluster: cluster.explain(), HeadTimeoutError),
-    "extend": (lambda cluster: cluster.extend([1], timeout_s=LIMIT_S), HeadTimeoutError),
     "from_config": (lambda cluster: RayVirtualCluster.from_config({"gpus_per_node": 1, "num_nodes": 1}), None),
     "get_available_address_and_port": (lambda cluster: cluster.get_available_address_and_port(0, 0), None),
     "get_available_addresses_and_ports_batch": (
@@ -65,14 +71,9 @@ USES = {
     "groups": (lambda cluster: cluster.groups(), None),
     "max_colocated_worker_groups": (lambda cluster: cluster.max_colocated_worker_groups, None),
     "node_count": (lambda cluster: cluster.node_count(), None),
-    "of": (
-        lambda cluster: RayVirtualCluster.of(cluster.get_placement_groups(), timeout_s=LIMIT_S),
-        HeadTimeoutError,
-    ),
     "port_range": (lambda cluster: cluster.port_range, None),
     "print_all_worker_groups": (lambda cluster: cluster.print_all_worker_groups(), None),
     "print_cluster_grid": (lambda cluster: cluster.print_cluster_grid(), None),
-    "release_nodes": (lambda cluster: cluster.release_nodes([0]), HeadTimeoutError),
     "replace_lost_nodes": (lambda cluster: cluster.replace_lost_nodes(LIMIT_S), HeadTimeoutError),
     "reserve": (
         lambda cluster: RayVirtualCluster([1], use_gpus=False, reserve_timeout_s=LIMIT_S).reserve(),
@@ -85,7 +86,7 @@ USES = {
     "world_size": (lambda cluster: cluster.world_size(), None),
 }
 # These wait for each other, so that each has a cluster of its own.
-CHANGES = ("extend", "release_nodes", "replace_lost_nodes", "shutdown")
+CHANGES = ("replace_lost_nodes", "shutdown")
 
 
 def test_every_public_method(stop_head, call_in_time, eventually, monkeypatch, capsys):
@@ -124,18 +125,16 @@ def test_every_deadline_is_kept(stop_process, eventually):
     `shutdown` ends within its 30 s, also while another thread reserves the cluster.
     """
     process = ray._private.worker._global_node.all_processes["gcs_server"][0].process
-    reserved = [RayVirtualCluster([1], use_gpus=False).reserve() for _ in range(6)]
+    reserved = [RayVirtualCluster([1], use_gpus=False).reserve() for _ in range(3)]
     reserved[0].get_master_address_and_port()
     waiting = RayVirtualCluster([16], use_gpus=False, reserve_timeout_s=45.0)
     uses = {
         "reserve": (lambda: RayVirtualCluster([1], use_gpus=False, reserve_timeout_s=3.0).reserve(), 3.0),
         "reserve now": (lambda: RayVirtualCluster([1], use_gpus=False, reserve_timeout_s=0.0).reserve(), 0.0),
-        "of": (lambda: RayVirtualCluster.of(reserved[1].get_placement_groups(), timeout_s=3.0), 3.0),
-        "extend": (lambda: reserved[2].extend([1], timeout_s=3.0), 3.0),
-        "replace_lost_nodes": (lambda: reserved[3].replace_lost_nodes(3.0), 3.0),
+        "read_slots": (lambda: read_slots(reserved[1].get_placement_groups(), timeout_s=3.0), 3.0),
+        "replace_lost_nodes": (lambda: reserved[2].replace_lost_nodes(3.0), 3.0),
         "explain": (reserved[1].explain, 30.0),
         "get_resource_usage": (reserved[1].get_resource_usage, 30.0),
-        "release_nodes": (lambda: reserved[4].release_nodes([0]), 30.0),
         "shutdown": (reserved[0].shutdown, 30.0),
         "shutdown of what another thread reserves": (waiting.shutdown, 30.0),
     }

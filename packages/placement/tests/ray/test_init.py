@@ -100,7 +100,7 @@ def test_attaching(server, run_script):
     secret = "FAIRLEAD_TEST_SECRET"
     out = run_script(
         f"""
-        import logging, os, sys
+        import logging, os
         before = dict(os.environ)
         import ray
         from fairlead_placement import PlacementError, init_ray
@@ -124,8 +124,6 @@ def test_attaching(server, run_script):
 
         logging.getLogger("ray").setLevel(logging.WARNING)
         init_ray(), init_ray(address="auto"), init_ray(address="{address}")
-        logging.getLogger("fairlead_placement").addHandler(logging.StreamHandler(sys.stdout))
-        init_ray(num_cpus=2), init_ray(num_cpus=3)
         print(ray.get_runtime_context().gcs_address, logging.getLogger("ray").level == logging.WARNING)
         for other in ("local", "10.0.0.1:6379"):
             try:
@@ -143,10 +141,6 @@ def test_attaching(server, run_script):
         "[]",
         "True False False",
         "True False",
-        (
-            "init_ray(num_cpus=3, num_gpus=None) has no effect: it attached to a running Ray cluster. Pass "
-            'address="local" to start a cluster of this size.'
-        ),
         f"{address} True",
         f"Ray is connected to {address} already. Call ray.shutdown() before 'local' is used.",
         f"Ray is connected to {address} already. Call ray.shutdown() before '10.0.0.1:6379' is used.",
@@ -165,9 +159,9 @@ def test_commands(server, private, folder, run_script):
     assert "2 CPU" in out
     with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp") as other:
         out = run_script(script, RAY_TMPDIR=other, RAY_ADDRESS="", **TOKEN)
-    assert out.startswith('3  "auto" found none that is named, announced or started by init_ray')
+    assert out.startswith('3  "auto" found no Ray cluster that is named, announced, or started by init_ray')
     assert f"{private[0]} (process " in out
-    assert "Pass the address of one of them" in out
+    assert "Pass the address of one" in out
 
 
 def test_announced(server, private, folder, run_script):

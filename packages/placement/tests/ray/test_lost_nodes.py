@@ -3,7 +3,6 @@
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -12,9 +11,8 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from fairlead_placement import PlacementTimeoutError, RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
 from fairlead_placement._reserve import wait as _wait
-from fairlead_placement.testing import assert_no_leaks
 
 
 def kill(nodes: Cluster, node_id: str, eventually) -> None:
@@ -77,24 +75,6 @@ def test_a_lost_node_is_replaced(nodes, eventually):
 
 
 @pytest.mark.nightly
-def test_part_of_a_logical_node_is_replaced(nodes, eventually):
-    """If a logical node or a unified group loses some bundles, only these are replaced."""
-    for options, unified in (({"placement_group_strategy": "STRICT_SPREAD"}, False), ({}, True)):
-        counts = [1, 1] if unified else [2]
-        with RayVirtualCluster(counts, use_gpus=False, **options).reserve(unified=unified) as cluster:
-            before = cluster.slots()
-            view = cluster.split([1, 1])[1]
-            kill(nodes, before[1].node_id, eventually)
-            nodes.add_node(num_cpus=2)
-            (new,) = cluster.replace_lost_nodes()
-            assert cluster.slots() == (before[0], new)
-            assert view.slots() == (new,)
-            assert (new.node_idx, new.node_rank, new.local_rank) == (before[1].node_idx, 1, 0)
-            assert [where(slot) for slot in cluster.slots()] == [before[0].node_id, new.node_id]
-            assert new.node_id != before[0].node_id
-
-
-@pytest.mark.nightly
 def test_a_replacement_is_watched(nodes, eventually):
     """With `monitor_memory` a replacement node is sampled from then on."""
     with RayVirtualCluster([2, 2], use_gpus=False, monitor_memory=True) as cluster:
@@ -126,50 +106,3 @@ def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
     monkeypatch.setattr(_wait, "slots_of", drain_first)
     with RayVirtualCluster([1], use_gpus=False) as cluster:
         assert [slot.node_id in drained for slot in cluster.slots()] == [False]
-
-
-def test_an_autoscaler_is_waited_for(nodes, monkeypatch, eventually):
-    """If an autoscaler may add nodes, a request that is too large shows as demand until they join or the time is up.
-
-    The seam is the private call that reports an autoscaler: the real autoscaler stops every Ray on this machine.
-    """
-    monkeypatch.setattr("fairlead_placement._reserve.wait.infeasible_groups", frozenset)
-    began = time.monotonic()
-    with pytest.raises(ResourceInsufficientError, match=r"Waited \d+\.\d s for nodes"), assert_no_leaks():
-        RayVirtualCluster([6], use_gpus=False, reserve_timeout_s=1.2).reserve()
-    assert time.monotonic() - began >= 1.2
-
-    cluster = RayVirtualCluster([6], use_gpus=False, name="scaled")
-    waiter = threading.Thread(target=cluster.reserve)
-    waiter.start()
-    assert eventually(lambda: live_groups() == ["scaled"])
-    (pending,) = [row for row in placement_group_table().values() if row["state"] != "REMOVED"]
-    assert (pending["state"], len(pending["bundles"]), pending["strategy"]) == ("PENDING", 6, "STRICT_PACK")
-    added = nodes.add_node(num_cpus=6)
-    waiter.join()
-    assert [slot.node_id for slot in cluster.slots()] == [added.node_id] * 6
-    assert live_groups() == ["scaled"]
-    cluster.shutdown()
-
-
-def test_nodes_that_join(nodes, monkeypatch, pauses, eventually, start_extension):
-    """`extend` waits for nodes that join, with demand for an autoscaler if there is one (seam: whether there is)."""
-    with RayVirtualCluster([2, 2], use_gpus=False, name="growing") as cluster:
-        before = cluster.slots()
-        with assert_no_leaks(), pytest.raises(ResourceInsufficientError, match=r"Waited \d+\.\d s for nodes"):
-            cluster.extend([2], wait_for_nodes_s=1.1)
-        pauses.clear()
-        extension = start_extension(cluster, 2, wait_for_nodes_s=170)
-        assert eventually(lambda: pauses, 60)
-        added = nodes.add_node(num_cpus=2)
-        assert extension.wait() == (2,)
-        assert cluster.slots()[:4] == before
-        assert [slot.node_id for slot in cluster.slots()[4:]] == [added.node_id] * 2
-        assert [slot.node_rank for slot in cluster.slots()] == [0, 0, 1, 1, 2, 2]
-
-        monkeypatch.setattr("fairlead_placement._reserve.wait.infeasible_groups", frozenset)
-        extension = start_extension(cluster, 2)
-        assert eventually(lambda: [r for r in placement_group_table().values() if r["state"] == "PENDING"])
-        nodes.add_node(num_cpus=2)
-        assert extension.wait() == (3,)
-        assert len([r for r in placement_group_table().values() if r["state"] == "CREATED"]) == 4

@@ -140,32 +140,6 @@ def test_a_driver_that_ends(nodes, agent_pids, is_free, start_script, eventually
     assert eventually(lambda: not live_groups())
 
 
-@pytest.mark.nightly
-def test_a_lease_that_outlives_its_driver(nodes, agent_pids, is_free, start_script, eventually):
-    """The port of a detached actor stays leased after the driver has ended, until the actor ends."""
-    script = start_script(
-        f"""
-        import ray
-        ray.init(address={nodes.address!r}, namespace="here", logging_level="error")
-        from fairlead_placement import RayVirtualCluster, lease_ports
-
-        @ray.remote(num_cpus=0)
-        class Keeper:
-            def lease(self):
-                self.cluster = RayVirtualCluster([1], use_gpus=False)
-                return len(lease_ports(self.cluster.slots(), low={LOW}, high={LOW}))
-
-        keeper = Keeper.options(name="keeper", lifetime="detached").remote()
-        print(ray.get(keeper.lease.remote()))
-        """
-    )
-    assert script.line() == "1"
-    script.finish()
-    assert not eventually(lambda: is_free(LOW), 3)
-    ray.kill(ray.get_actor("keeper", namespace="here"))
-    assert eventually(lambda: is_free(LOW) and not agent_pids())
-
-
 class Holder:
     """Reserves the CPUs of the head, as the controller of a job does."""
 

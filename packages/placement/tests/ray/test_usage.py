@@ -8,9 +8,10 @@ import time
 import pytest
 import ray
 
-from fairlead_placement import GpuMemory, RayVirtualCluster
+from fairlead_placement import GpuMemory, PlacementError, RayVirtualCluster
 from fairlead_placement._nodes import agent as _agent
 from fairlead_placement._nodes import usage
+from fairlead_placement._reserve import held as _held
 
 
 def test_one_sample(local_ray, agent_pids):
@@ -42,6 +43,21 @@ def test_monitoring(local_ray, agent_pids, eventually):
         assert seen[-1].samples - seen[0].samples <= time.monotonic() - began + 1
         assert seen[-1].memory_peak_bytes >= max(usage.memory_used_bytes for usage in seen)
         assert seen[-1].sampled_at > seen[0].sampled_at
+    assert eventually(lambda: agent_pids() == [])
+
+
+def test_a_shutdown_while_usage_is_read(local_ray, agent_pids, eventually, monkeypatch):
+    """An agent that is created for a cluster that was shut down in the meantime ends (seam: the reading)."""
+    cluster = RayVirtualCluster([1], use_gpus=False, monitor_memory=True).reserve()
+    read = _held.read_usage
+
+    def shut_down_first(*args):
+        cluster.shutdown()
+        return read(*args)
+
+    monkeypatch.setattr(_held, "read_usage", shut_down_first)
+    with pytest.raises(PlacementError, match="was shut down in the meantime"):
+        cluster.get_resource_usage()
     assert eventually(lambda: agent_pids() == [])
 
 

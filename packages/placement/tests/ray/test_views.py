@@ -5,9 +5,9 @@ import gc
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 
-from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster
+from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster, read_slots
 from fairlead_placement.extension import claim_slots
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -166,41 +166,21 @@ class Holder:
         return None
 
 
-class TestAdopted:
-    def test_groups_of_others(self):
-        """Their bundles are slots in physical order; they stay reserved, and only their owner changes them."""
-        groups = [placement_group([{"CPU": 1}] * count) for count in (2, 1)]
-        cluster = RayVirtualCluster.of(groups, name="theirs")
-        assert [slot.node_idx for slot in cluster.slots()] == [0, 0, 1]
-        assert [slot.worker_resources for slot in cluster.slots()] == [{"CPU": 1.0}] * 3
-        assert [group.id for group in cluster.get_placement_groups()] == [group.id for group in groups]
-        assert cluster.get_master_address_and_port()[1] > 0
-        for change in (lambda: cluster.extend([1]), lambda: cluster.release_nodes([0]), cluster.replace_lost_nodes):
-            with pytest.raises(ValueError, match="does not own its placement groups"):
-                change()
-        assert cluster.shutdown()
-        assert {placement_group_table(group)["state"] for group in groups} == {"CREATED"}
-        with pytest.raises(PlacementError, match="make another one from them"):
-            cluster.slots()
-        for group in groups:
-            remove_placement_group(group)
-
-    def test_unusable_groups(self):
-        """A group that Ray has not placed, or whose bundles differ, is refused."""
-        pending, uneven = placement_group([{"CPU": 99}], name="large"), placement_group([{"CPU": 1}, {"CPU": 2}])
-        with pytest.raises(PlacementTimeoutError, match="large: PENDING"):
-            RayVirtualCluster.of([pending], timeout_s=0.2)
-        with pytest.raises(ValueError, match="must hold the same"):
-            RayVirtualCluster.of([uneven])
-        with pytest.raises(ValueError, match="given twice"):
-            RayVirtualCluster.of([uneven, uneven])
-        with pytest.raises(ValueError, match="each of 100 worker groups needs a CPU"):
-            RayVirtualCluster.of([pending], 100)
-        removed = placement_group([{"CPU": 1}])
-        # Ray may lose the resources of a group that is removed while it is placed.
-        ray.get(removed.ready(), timeout=120)
-        remove_placement_group(removed)
-        with pytest.raises(PlacementError, match="has been removed"):
-            RayVirtualCluster.of([removed])
-        for group in (pending, uneven):
-            remove_placement_group(group)
+def test_groups_of_others():
+    """The bundles of placement groups that others have made are slots in physical order."""
+    groups = [placement_group([{"CPU": 1}] * count) for count in (2, 1)]
+    slots = read_slots(groups)
+    assert [(slot.node_idx, slot.placement_group.id) for slot in slots] == [
+        (0, groups[0].id),
+        (0, groups[0].id),
+        (1, groups[1].id),
+    ]
+    assert [slot.worker_resources for slot in slots] == [{"CPU": 1.0}] * 3
+    remove_placement_group(groups[0])
+    with pytest.raises(PlacementError, match="has been removed"):
+        read_slots(groups)
+    pending = placement_group([{"CPU": 99}], name="large")
+    with pytest.raises(PlacementTimeoutError, match="large: PENDING"):
+        read_slots([pending], timeout_s=0.2)
+    for group in (pending, groups[1]):
+        remove_placement_group(group)

@@ -5,13 +5,14 @@ import logging
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import ray
 
 from fairlead_placement import HeadTimeoutError, PlacementError, init_ray
-from fairlead_placement._init import Target, attach_to, find_target, local_tag
-from fairlead_placement._ray_private import Raylet
+from fairlead_placement._init import find_target, local_tag
+from fairlead_placement.extension import attach
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,8 @@ def listening():
 
 
 def make_raylet(address, *resources, starter=77, started_at=1.0):
-    return Raylet(address, "node", starter, started_at, os.getuid(), frozenset(resources))
+    made = {"starter": starter, "started_at": started_at, "user": os.getuid(), "resources": frozenset(resources)}
+    return SimpleNamespace(address=address, **made)
 
 
 @pytest.mark.parametrize("how", ["argument", "RAY_ADDRESS", "file", "process"])
@@ -86,7 +88,7 @@ def test_order(monkeypatch, listening, machine, announce):
     assert find_target(None).address == newer
     file = announce(older)
     for named in (None, "auto"):
-        assert find_target(named) == Target(older, f"`ray start` announced in {file}")
+        assert find_target(named)[:2] == (older, f"`ray start` announced in {file}")
     monkeypatch.setenv("RAY_ADDRESS", newer)
     for named in (None, "auto"):
         assert (find_target(named).address, find_target(named).reason) == (newer, "RAY_ADDRESS names")
@@ -101,7 +103,7 @@ def test_another_users_announcement(listening, announce):
     assert find_target(None).address == listening[0]
     os.chown(file, 12345, 12345)
     assert find_target(None) is None
-    with pytest.raises(PlacementError, match='"auto" found none that is named, announced or started by init_ray'):
+    with pytest.raises(PlacementError, match='"auto" found no Ray cluster that is named'):
         init_ray(address="auto")
 
 
@@ -112,29 +114,24 @@ def test_an_announcement_that_is_no_address(text, announce):
 
 
 def test_auto(monkeypatch, listening, machine, dead_address):
-    """ "auto" attaches to the only cluster that `init_ray` started here, for whichever devices, and starts none."""
+    """ "auto" attaches to the cluster that `init_ray` started here last for these devices, and starts none."""
     one, other = listening
     machine += [make_raylet(one, "CPU"), make_raylet(dead_address, local_tag())]
-    with pytest.raises(PlacementError) as caught:
+    message = rf"with the same CUDA_VISIBLE_DEVICES. You run on this machine: {one} \(process 77\)\. Pass the address"
+    with pytest.raises(PlacementError, match=message):
         init_ray(address="auto")
-    assert str(caught.value) == (
-        '"auto" found none that is named, announced or started by init_ray of the Ray clusters that you run on this '
-        f"machine, which are: {one} (process 77). Pass the address of one of them, set RAY_ADDRESS, or start a cluster "
-        "with `ray start --head`."
-    )
+    assert find_target("auto", private=True)[:2] == (one, "process 77 started")
     machine.append(make_raylet(other, "CPU", starter=78))
     with pytest.raises(PlacementError, match=rf"{one} \(process 77\), {other} \(process 78\)"):
-        find_target("auto")
+        find_target("auto", private=True)
     machine[-1] = make_raylet(other, local_tag(), starter=78)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert find_target(None) is None
-    assert find_target("auto") == Target(other, "init_ray started in process 78")
+    assert find_target("auto")[:2] == (other, "init_ray started in process 78")
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert find_target(None) == find_target("auto")
-    machine.append(make_raylet(one, local_tag(), starter=79, started_at=2.0))
-    several = rf'"auto" found several of .* which are: {other} \(process 78\), {one} \(process 79\)\.'
-    with pytest.raises(PlacementError, match=several):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(PlacementError, match='"auto" found no Ray cluster'):
         find_target("auto")
+    assert find_target("auto", private=True)[:2] == (other, "process 78 started")
     monkeypatch.setenv("RAY_ADDRESS", "local")
     with pytest.raises(PlacementError, match="RAY_ADDRESS is 'local', which names no running cluster"):
         find_target("auto")
@@ -169,11 +166,14 @@ def test_the_token_of_the_user(monkeypatch, listening, announce, how, find_token
     if how == "file":
         announce(listening[0])
     named = listening[0] if how == "argument" else "auto"
-    if tries[-1]:
-        assert attach_to(named, private=find_token) == "context"
+    if find_token:
+        with attach(named):
+            pass
+    elif tries[-1]:
+        assert init_ray(address=named) == "context"
     else:
         with pytest.raises(PlacementError, match="wants a token"):
-            attach_to(named, private=find_token)
+            init_ray(address=named)
     assert tried == tries
 
 
@@ -221,7 +221,7 @@ def test_starting(found, dead_address, monkeypatch, machine, announce):
         assert options["resources"] == {local_tag(): 1}
         assert "_temp_dir" not in options
     monkeypatch.delenv("RAY_ADDRESS")
-    with pytest.raises(PlacementError, match=r'"auto" found none .* which are: none'):
+    with pytest.raises(PlacementError, match=r'"auto" found no .* You run on this machine: none'):
         init_ray(address="auto")
     assert len(started) == 2
     assert logging.getLogger("ray").level == level

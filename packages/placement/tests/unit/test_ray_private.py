@@ -16,7 +16,6 @@ from fairlead_placement._reserve import gpus
 from fairlead_placement.extension import (
     autoscaler_is_there,
     collect,
-    connection,
     drain_deadlines,
     draining_nodes,
     run_in_thread,
@@ -56,28 +55,26 @@ def test_drain_deadlines(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "ids", "types", "infeasible"),
+    ("version", "ids", "types", "is_there"),
     [
-        pytest.param(0, [], None, None, id="none"),
-        pytest.param(0, ["head"], {}, None, id="no report"),
-        pytest.param(0, [], {"ab": "node_ab", "cd": "node_cd"}, None, id="version 1 without configuration"),
-        pytest.param(0, [], {"10.0.0.1": "ray.head.default"}, set(), id="version 1"),
-        pytest.param(7, ["", ""], None, None, id="version 2 without configuration"),
-        pytest.param(7, ["head", ""], None, {"12ab"}, id="version 2"),
+        pytest.param(0, [], None, False, id="none"),
+        pytest.param(0, ["head"], {}, False, id="no report"),
+        pytest.param(0, [], {"ab": "node_ab", "cd": "node_cd"}, False, id="version 1 without configuration"),
+        pytest.param(0, [], {"10.0.0.1": "ray.head.default"}, True, id="version 1"),
+        pytest.param(7, ["", ""], None, False, id="version 2 without configuration"),
+        pytest.param(7, ["head", ""], None, True, id="version 2"),
     ],
 )
-def test_what_autoscalers_report(monkeypatch, version, ids, types, infeasible):
+def test_what_autoscalers_report(monkeypatch, version, ids, types, is_there):
     """Ray's autoscalers write this, with and without a configuration."""
     status = autoscaler_pb2.GetClusterStatusReply()
     status.autoscaling_state.last_seen_cluster_resource_state_version = version
-    status.autoscaling_state.infeasible_gang_resource_requests.add(details="12ab:STRICT_PACK|PENDING")
     for instance_id in ids:
         status.cluster_resource_state.node_states.add(instance_id=instance_id)
     report = None if types is None else json.dumps({"autoscaler_report": types and {"node_type_mapping": types}})
     client = SimpleNamespace(get_cluster_status=status.SerializeToString, internal_kv_get=lambda key, namespace: report)
     monkeypatch.setattr(ray._private.worker, "global_worker", SimpleNamespace(gcs_client=client))
-    assert private.infeasible_groups() == infeasible
-    assert autoscaler_is_there() is (infeasible is not None)
+    assert autoscaler_is_there() is is_there
 
 
 def test_raylets(monkeypatch):
@@ -121,31 +118,7 @@ class Remote:
         return args, self.given
 
 
-@pytest.mark.parametrize("create", [private.create_actor, private.start_task])
-def test_bare_environment_without_the_method(monkeypatch, create):
-    """Without the private method, actors and tasks are created through the public one."""
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env={"pip": ["x"]}))
-    assert create(Remote(), (1, 2), name="n") == ((1, 2), {"name": "n"})
-
-
-def test_without_a_lock_of_ray(monkeypatch):
-    """If Ray has no such lock, nothing is blocked."""
-    monkeypatch.delattr(ray._private.worker, "_connect_or_shutdown_lock")
-    with private.block_shutdown():
-        assert not ray.is_initialized()
-
-
 def test_collect_without_ray():
     """Without Ray no request is sent."""
     with pytest.raises(ray.exceptions.RaySystemError, match="Ray has been shut down"):
         collect({"a": lambda: pytest.fail("a request was sent")}, 1.0)
-
-
-def test_connection(monkeypatch):
-    """Without Ray's object for a connection, its public ids identify it."""
-    here = SimpleNamespace(get_session_name=lambda: "session", get_worker_id=lambda: "worker")
-    assert connection() is None
-    monkeypatch.setattr(ray._private.worker, "global_worker", SimpleNamespace(connected=True))
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
-    monkeypatch.delattr(ray._private.worker, "_global_node")
-    assert connection() == ("session", "worker")

@@ -10,11 +10,11 @@ from ray.util.placement_group import PlacementGroup
 from verl.plugin.platform import get_platform
 from verl.single_controller.ray import base
 
-from fairlead_placement import RayVirtualCluster, Slot
+from fairlead_placement import RayVirtualCluster, Slot, read_slots
 
 # The slots of each placement group, in physical order, and its cluster, which holds the reservation if this process has
 # made it. verl merges and splits pools by their placement groups alone, and never releases them.
-_known: dict[str, tuple[RayVirtualCluster, list[Slot]]] = {}
+_known: dict[str, tuple[RayVirtualCluster | None, list[Slot]]] = {}
 
 
 def remember(cluster: RayVirtualCluster) -> None:
@@ -102,7 +102,7 @@ def slots_of(pool: Any) -> list[Slot]:
     slots: list[Slot] = []
     for count, group in zip(pool.store, pool.get_placement_groups(), strict=True):
         if group.id.hex() not in _known:
-            remember(RayVirtualCluster.of([group], pool.max_colocate_count))
+            _known[group.id.hex()] = None, list(read_slots([group], pool.max_colocate_count))
         slots += _known[group.id.hex()][1][:count]
     if isinstance(pool, SubRayResourcePool):
         return slots[pool.start_bundle_index :][: pool.subgroup_world_size]

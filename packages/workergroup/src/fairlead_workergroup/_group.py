@@ -304,8 +304,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         Lost workers that stay are started again.
 
         Args:
-            slots: the slots of the new workers, in order; None for the first free ones of the cluster, which
-                `cluster.extend` adds. Slots of nodes that are lost or drain are left out.
+            slots: the slots of the new workers, in order, which may be those of another cluster; None for the first
+                free ones of the cluster. Slots of nodes that are lost or drain are left out.
             timeout: the seconds that all of this may take, the environment included; None for `Timeouts.start_s`.
                 Workers that leave and have not finished by then are ended.
             sizes: the axis and its new size.

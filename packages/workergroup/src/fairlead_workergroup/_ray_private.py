@@ -11,6 +11,8 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.core.generated.gcs_pb2 import ActorTableData
 
+from fairlead_placement.extension import actor_id_of as actor_id_of
+
 # The id of an object begins with that of the task that creates it, which ends with the 16 bytes of the id of the actor.
 # Ray's methods for that are not documented.
 TASK_BYTES = 24
@@ -55,11 +57,6 @@ def limit_devices(kind: str, ids: Sequence[str], env: Mapping[str, str]) -> list
 def session_folder() -> str:
     """Return the folder on this node for the files of this session of Ray, which has no public name."""
     return str(ray._private.worker._global_node.get_session_dir_path())
-
-
-def actor_id_of(handle: Any) -> str:
-    """Return the id of an actor as hexadecimal text, which has no public attribute; older versions have another one."""
-    return str((handle._actor_id if hasattr(handle, "_actor_id") else handle._ray_actor_id).hex())
 
 
 def actor_id_of_ref(ref: ObjectRef) -> str:

@@ -160,10 +160,12 @@ def test_a_process_keeps_what_it_sees(node):
 @once
 def test_a_part_of_a_device(node):
     """Bundles have equal parts of a device, on a node that has the requested model of it."""
-    with RayVirtualCluster([8], accelerators={"GPU": 0.5}, accelerator_type="X1", reserve_timeout_s=0) as cluster:
+    model = {"accelerator_type:X1": 0.001}
+    options = {"accelerators": {"GPU": 0.5}, "node_resource_constraints": [model], "reserve_timeout_s": 0}
+    with RayVirtualCluster([8], **options) as cluster:
         assert [slot.accelerator_ids for slot in cluster.slots()] == [(str(at // 2),) for at in range(8)]
     with pytest.raises(ResourceInsufficientError, match="cannot hold 1 bundles"):
-        RayVirtualCluster([1], accelerator_type="X2", reserve_timeout_s=0).reserve()
+        RayVirtualCluster([1], node_resource_constraints=[{"accelerator_type:X2": 0.001}]).reserve()
 
 
 @once

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, RayVirtualCluster
+from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     Elastic,
@@ -121,20 +121,16 @@ class Model:
             return
         node = self.nodes.add_node(num_cpus=1)
         self.nodes.wait_for_nodes()
-        (index,) = self.cluster.extend([1])
-        self._resize(self.size + 1, [slot for slot in self.cluster.slots() if slot.node_idx == index])
+        extra = RayVirtualCluster([1], use_gpus=False, label_selector={"ray.io/node-id": node.node_id})
+        self._resize(self.size + 1, extra.slots())
         self.group.get_worker_status()  # Ray starts no agent on a node that drains
         client = ray._private.worker.global_worker.gcs_client
         assert client.drain_node(node.node_id, 2, "maintenance", int((time.time() + 120) * 1000))[0]
         self.group.restart([self.size - 1], elsewhere=True)
         self._move([self.size - 1])
-        assert self.eventually(lambda: self._release(index), 60)
+        assert self.eventually(lambda: not extra.groups(), 60)  # the restart has ended
+        extra.shutdown()
         self.nodes.remove_node(node)
-
-    def _release(self, index):
-        with contextlib.suppress(PlacementError):  # the restart has not ended yet
-            self.cluster.release_nodes([index])
-            return True
 
     def hang(self):
         """A worker that hangs and stays keeps a resize from beginning."""

@@ -286,7 +286,7 @@ def test_bad_input_is_refused(cluster, monkeypatch, requests):
             ({"dp": 0}, ValueError, "at least 1"),
             ({"dp": 2.0}, TypeError, "whole number"),
             ({"dp": True}, TypeError, "whole number"),
-            ({"dp": 9}, ValueError, r"7 more workers need 7 free slots, and the cluster has 6.*extend"),
+            ({"dp": 9}, ValueError, r"7 more workers need 7 free slots, and the cluster has 6.*slots="),
         ]:
             with pytest.raises(error, match=match):
                 group.resize(**sizes)

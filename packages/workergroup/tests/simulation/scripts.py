@@ -44,8 +44,8 @@ MAY_STAY = ("crash", "silent", "node", "drain", "hook hangs", "Ctrl-C in the shu
 # How errors of changes end that the group refuses, because of its size or its slots.
 REFUSED = (
     "use other slots.",
-    "or give other slots.",
-    "Reserve more with cluster.extend().",
+    "Give slots of another cluster (slots=...).",
+    "Make a new group on a larger cluster.",
     *(f"the group has ranks 0 to {last}" for last in range(8)),
 )
 # The time that a change may take, and a call.

@@ -3,7 +3,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import ray
 
 from fairlead_workergroup import _ray_private as private
@@ -19,13 +18,6 @@ def test_is_known_dead(monkeypatch):
     """No actor is known to be dead."""
     monkeypatch.setattr(ray._private.worker.global_worker, "core_worker", object(), raising=False)
     assert not private.is_known_dead(SimpleNamespace(_actor_id=ray.ActorID(ACTOR)))
-
-
-@pytest.mark.parametrize("attribute", ["_actor_id", "_ray_actor_id"])
-def test_actor_id(attribute):
-    """Each of two attributes of a handle is enough."""
-    handle = SimpleNamespace(**{attribute: ray.ActorID(ACTOR)})
-    assert private.actor_id_of(handle) == ACTOR.hex()
 
 
 def test_ids_of_a_reference():

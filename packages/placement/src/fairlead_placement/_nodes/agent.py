@@ -5,13 +5,14 @@ An agent needs no resources. It ends with the last of what it holds, and with th
 when it dies; what it held is lost, and whoever holds it is told.
 """
 
+import contextlib
 import functools
 import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -21,7 +22,7 @@ from .._model import group_pairs
 from .._ray_private import actor_id_of, block_shutdown, collect, connection, create_actor
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process
-from .background import OneTimeEvent, run_in_thread
+from .background import run_in_thread
 from .functions import explain_failure
 from .head import ask_head, head_deadline, refuse_client
 
@@ -38,6 +39,10 @@ _DEAD = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
 _GONE = (*_DEAD, ray.exceptions.ActorUnavailableError)
 # The first and the longest pause before a request is repeated.
 PAUSES_S = (0.05, 1.0)
+# While the head is silent, `ray.kill` of an agent that the head does not know yet waits for it.
+KILL_S = 0.5
+# For the request to Ray's head that creates an agent whose answer nothing waits for.
+PUBLISH_S = 10.0
 # For an agent, whose process may have to start.
 ANSWER_S = 60.0
 # fairlead-placement need not be installed on the nodes.
@@ -50,21 +55,22 @@ class _Agent:
 
     node_id: str
     on: object | None  # the connection to Ray
-    handle: Any = None
+    handle: Any  # None once it is killed
+    holds: dict[str, OnLoss | None]
     end: Any = None  # of a request that ends with the agent
-    error: Exception | None = None  # with which its creation failed
-    created: OneTimeEvent = field(default_factory=OneTimeEvent)  # or failed
-    holds: dict[str, OnLoss | None] = field(default_factory=dict)
+    is_known: bool = False  # whether it has answered, so that the head knows it
 
 
 # By node id. The lock is reentrant, because a signal handler may release something. No request is made under it.
 _lock = threading.RLock()
 _agents: dict[str, _Agent] = {}
+# The thread that has it creates agents. Others wait for it until their own deadlines.
+_creating = threading.RLock()
 
 
 @functools.cache
 def _actor_class() -> Any:
-    return ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"end": 1})(agent_process.NodeAgent)
+    return ray.remote(concurrency_groups={"end": 1})(agent_process.NodeAgent)
 
 
 def board_prefix(job_id: str, owner: str) -> str:
@@ -119,8 +125,9 @@ def ask_agents(
 def send_to_agents(
     method: str, arguments: Mapping[str, Sequence[Any]], names: Mapping[str, Collection[str]], on_loss: OnLoss
 ) -> None:
-    """Send the same without waiting for the answers, within `head_deadline`."""
-    agents = _get_agents(names, time.monotonic() + ANSWER_S)
+    """Send the same without waiting for the answers, within `PUBLISH_S`."""
+    with head_deadline(PUBLISH_S):
+        agents = _get_agents(names, time.monotonic() + PUBLISH_S)
     for node_id, agent in agents.items():
         _note(agent, names[node_id], on_loss)
     _send(method, agents, arguments, time.monotonic())
@@ -144,9 +151,7 @@ def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> dict[s
     try:
         answers = ask_present("release", requests, timeout_s=timeout_s)
     finally:
-        with _lock:
-            holding = {node_id: _agents[node_id] for node_id in names if node_id in _agents}  # also while it is created
-        for node_id, agent in holding.items():
+        for node_id, agent in agents.items():
             _leave(agent, names[node_id])
     # One that held nothing else has been ended, and with it what it held.
     left = nodes_with()
@@ -178,54 +183,41 @@ def _present(node_ids: Iterable[str]) -> dict[str, _Agent]:
 def _get_agents(names: Mapping[str, Collection[str]], deadline: float) -> dict[str, _Agent]:
     """Return the agents of nodes by node id, to hold names from now on. Create those that are missing."""
     refuse_client()
-    agents: dict[str, _Agent] = {}
-    missing: list[_Agent] = []
-    here = connection()
-    with _lock:
-        for node_id in [node_id for node_id, agent in _agents.items() if agent.on is not here]:
-            del _agents[node_id]  # it ended with its connection
-        for node_id, held in names.items():
-            if (agent := _agents.get(node_id)) is None:
-                agent = _agents[node_id] = _Agent(node_id, here)
-                missing.append(agent)
-            agent.holds = dict.fromkeys(held) | agent.holds
-            agents[node_id] = agent
-    if missing:
-        _create(missing)
-    for agent in agents.values():
-        # Another thread may be creating it.
-        if not agent.created.wait(max(0.0, deadline - time.monotonic())):
-            raise PlacementTimeoutError(f"The agent of node {agent.node_id} has not been created in time. Try again.")
-        if agent.error is not None:
-            raise agent.error
-    return agents
-
-
-def _create(agents: Sequence[_Agent]) -> None:
-    others = f" and of {len(agents) - 1} more" if agents[1:] else ""
-    request = f"start the agent of node {agents[0].node_id[:8]}{others}"
+    if not _creating.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        raise PlacementTimeoutError(
+            f"The agents of node(s) {', '.join(names)} were not created in time, because another thread still waits "
+            "for Ray to create some. Try again."
+        )
     try:
-        handles = ask_head(request, lambda: [_create_actor(agent.node_id) for agent in agents], undo=_kill)
-        for agent, handle in zip(agents, handles, strict=True):
-            agent.handle = handle
-            _watch(agent)
-            _leave(agent, ())  # if all that it was to hold was released in the meantime
-    except BaseException as error:
-        # Threads that wait for these agents get the error too.
-        failure = error if isinstance(error, Exception) else PlacementError(f"{request} was interrupted. Try again.")
-        with _lock:
-            for agent in agents:
-                agent.error = failure
-                if _agents.get(agent.node_id) is agent:
-                    del _agents[agent.node_id]
-        raise
+        while True:
+            here = connection()
+            with _lock:
+                for node_id in [node_id for node_id, agent in _agents.items() if agent.on is not here]:
+                    del _agents[node_id]  # it ended with its connection
+                missing = [node_id for node_id in names if node_id not in _agents]
+                if not missing:
+                    for node_id, held in names.items():
+                        _agents[node_id].holds = dict.fromkeys(held) | _agents[node_id].holds
+                    return {node_id: _agents[node_id] for node_id in names}
+            _create({node_id: names[node_id] for node_id in missing}, here)
     finally:
-        for agent in agents:
-            agent.created.set()
+        _creating.release()
+
+
+def _create(names: Mapping[str, Collection[str]], here: object | None) -> None:
+    first, *others = names
+    request = f"start the agent of node {first[:8]}{f' and of {len(others)} more' if others else ''}"
+    handles = ask_head(request, lambda: [_create_actor(node_id) for node_id in names], undo=_kill)
+    for (node_id, held), handle in zip(names.items(), handles, strict=True):
+        agent = _Agent(node_id, here, handle, dict.fromkeys(held))
+        _watch(agent)
+        with _lock:
+            _agents[node_id] = agent
 
 
 def _create_actor(node_id: str) -> Any:
-    options: dict[str, Any] = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+    pin = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": pin}
     context = ray.get_runtime_context()
     if node_id == context.get_node_id():
         # The name of an agent that has died may still be taken.
@@ -234,8 +226,9 @@ def _create_actor(node_id: str) -> Any:
     return create_actor(_actor_class(), (), **options)
 
 
-def _kill(handles: list[Any]) -> None:
-    with block_shutdown():
+def _kill(handles: list[Any], is_known: bool = True) -> None:
+    # What takes the lock must not wait.
+    with block_shutdown() if is_known else contextlib.nullcontext():
         while handles:
             if connection() is not None:
                 ray.kill(handles[-1])
@@ -297,7 +290,7 @@ def _leave(agent: _Agent, names: Collection[str]) -> None:
         del _agents[agent.node_id]
         handles, agent.handle = [agent.handle], None
     if agent.on is connection():
-        _kill(handles)
+        run_in_thread(_kill, handles, agent.is_known).over.wait(KILL_S)
 
 
 def _send(
@@ -312,6 +305,7 @@ def _send(
     found: dict[str, Any] = dict.fromkeys(agents.keys() - handles, (None, ray.exceptions.ActorDiedError()))
     found |= collect(sends, max(0.0, deadline - time.monotonic()))
     for node_id, (_, error) in found.items():
+        agents[node_id].is_known |= error is None
         if _is_own(error, _DEAD):
             _lose(agents[node_id], str(error))
     return found

@@ -109,7 +109,7 @@ os.register_at_fork(after_in_child=_pool.__init__)  # type: ignore[misc]  # a fo
 
 
 def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO, when_idle: bool = False) -> Job[_T]:
-    """Call a function on a thread that never starts a Ray and does not keep the process alive.
+    """Call a function on a thread that never starts a Ray and does not keep the process alive; return the job.
 
     Args:
         function: the function.
@@ -117,9 +117,6 @@ def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO, when_
         name: the name of the thread until it returns.
         when_idle: wait until a thread has nothing to do, and start none: the garbage collector may request that at any
             moment. The function calls `claim_thread` before anything that takes time.
-
-    Returns:
-        The job, of which `future` will have what the function returns.
     """
     job: Job[_T] = Job(time.monotonic())
     if when_idle or claim_thread():
@@ -147,23 +144,6 @@ def claim_thread(*, is_needed: bool = True) -> bool:
     return True
 
 
-def _serve() -> None:
-    never_connect()
-    me = threading.current_thread()
-    is_kept = True
-    while is_kept:
-        me.name, job, function, args = _pool.work.get()
-        try:
-            job.future.set_result(function(*args))
-        except BaseException as error:  # noqa: BLE001  whoever waits raises it
-            job.future.set_exception(error)
-        me.name, over = IO, job.over
-        del job, function, args
-        if is_kept := _pool.idle.qsize() < IDLE_KEPT:
-            _pool.idle.put(None)
-        over.set()
-
-
 def _call(future: Future[_T], function: Callable[..., _T], *args: Any) -> None:
     try:
         future.set_result(function(*args))
@@ -171,11 +151,24 @@ def _call(future: Future[_T], function: Callable[..., _T], *args: Any) -> None:
         future.set_exception(error)
 
 
+def _serve() -> None:
+    never_connect()
+    me = threading.current_thread()
+    is_kept = True
+    while is_kept:
+        me.name, job, function, args = _pool.work.get()
+        _call(job.future, function, *args)
+        me.name, over = IO, job.over
+        del job, function, args
+        if is_kept := _pool.idle.qsize() < IDLE_KEPT:
+            _pool.idle.put(None)
+        over.set()
+
+
 def run_each(function: Callable[[_Item], _T], items: Sequence[_Item], at_once: int) -> list[Future[_T]]:
     """Call a function with each item, in their order, on so many threads, in the context of the caller.
 
-    Returns:
-        The future of each result. A call that has not begun can be cancelled.
+    Return the future of each result. A call that has not begun can be cancelled.
     """
     futures: list[Future[_T]] = [Future() for _ in items]
     left = iter([(future, contextvars.copy_context(), item) for future, item in zip(futures, items, strict=True)])

@@ -14,15 +14,11 @@ import ray
 from .._ray_private import collect, connection
 from ..exceptions import PlacementError
 from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_agents, board_prefix, nodes_with, release, send_to_agents
-from .head import ask_head, head_deadline, refuse_client
+from .head import ask_head, refuse_client
 
 logger = logging.getLogger(__name__)
-# For the request to Ray's head that creates the agent, if there is none.
-PUBLISH_S = 10.0
-# The first and the longest pause before what an agent had is published again. It doubles if agents die within a minute.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 30.0
-# When an agent died last, and the pause after it.
-_last_loss = (float("-inf"), 0.0)
+# The pause before what an agent had is published again. Agents may die one after the other, as on a node that drains.
+AGAIN_S = 1.0
 # What this process has published, by key: the connection to Ray, the version and the value.
 _published: dict[str, tuple[object | None, int, Any]] = {}
 
@@ -47,13 +43,9 @@ class Board:
 def publish(key: str, version: int, value: Any) -> None:
     """Publish plain data under a key at the agent of this process's node, without waiting for the agent.
 
-    It is there until it is withdrawn or this process ends. If the agent dies, the value is published at a new one. If
-    Ray's head is silent when an agent has to be created, nothing is published, with a line in the log.
-
-    Args:
-        key: unique among all processes.
-        version: 1 or more; a value of a higher version takes the place of an older one.
-        value: the data.
+    It is there until it is withdrawn or this process ends, and is published again if the agent dies. If Ray's head is
+    silent when an agent has to be created, nothing is published, with a line in the log. `key` is unique among all
+    processes. A value of a higher `version`, which is 1 or more, takes the place of an older one.
     """
     refuse_client()
     here = connection()
@@ -66,8 +58,7 @@ def publish(key: str, version: int, value: Any) -> None:
 def _send(key: str, version: int, value: Any) -> None:
     node_id = ray.get_runtime_context().get_node_id()
     try:
-        with head_deadline(PUBLISH_S):
-            send_to_agents("publish", {node_id: (key, version, value)}, {node_id: (key,)}, _publish_again)
+        send_to_agents("publish", {node_id: (key, version, value)}, {node_id: (key,)}, _publish_again)
     except (PlacementError, ray.exceptions.RayError) as error:
         logger.warning("Cannot publish %s, so other processes do not see its latest state: %s", key, error)
     if key not in _published:  # another thread has withdrawn it in the meantime
@@ -76,12 +67,7 @@ def _send(key: str, version: int, value: Any) -> None:
 
 def _publish_again(node_id: str, keys: Sequence[str], why: str) -> None:
     logger.info("The agent of node %s has died, and what it had is published again: %s", node_id[:8], why)
-    # Agents may die one after the other, such as on a node that drains, where Ray starts none.
-    global _last_loss
-    now, (before, pause_s) = time.monotonic(), _last_loss
-    pause_s = min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S) if now - before < 60 else FIRST_PAUSE_S
-    _last_loss = now, pause_s
-    time.sleep(pause_s)
+    time.sleep(AGAIN_S)
     for key in keys:
         if (published := _published.get(key)) is not None:
             _send(key, *published[1:])
@@ -92,11 +78,8 @@ def await_published(key: str, *, timeout_s: float) -> bool:
     if (published := _published.get(key)) is None:
         return False  # it has been withdrawn since
     node_id = ray.get_runtime_context().get_node_id()
-    answer = ask_agents(
-        "publish", {node_id: (key, *published[1:])}, {node_id: (key,)}, timeout_s=timeout_s, on_loss=_publish_again
-    )[node_id]
-    if isinstance(answer, Exception):
-        logger.debug("Cannot tell whether %s is published: %s", key, answer)
+    request, names = {node_id: (key, *published[1:])}, {node_id: (key,)}
+    answer = ask_agents("publish", request, names, timeout_s=timeout_s, on_loss=_publish_again)[node_id]
     if key not in _published:
         withdraw(key)
     return not isinstance(answer, Exception)

@@ -18,6 +18,8 @@ from .background import run_in_thread
 from .head import ask_head, head_deadline, refuse_client
 
 _T = TypeVar("_T")
+# Of a task, which is never repeated.
+OPTIONS = {"num_cpus": 0, "max_retries": 0}
 # A machine with 10,000 processes has listed its raylets by then.
 FIND_S = 1.0
 # Whether this process sees the processes of a node, by its id, and the connection for which that is known.
@@ -39,8 +41,7 @@ def run_on_nodes(
         timeout_s: seconds that all of it may take.
 
     Returns:
-        By node id, what the function returned there, or the exception with which it failed. Exceptions are not raised,
-        so that a node that is gone does not hide what the other nodes return.
+        By node id, what the function returned there, or the exception with which it failed, which is not raised.
     """
     deadline = time.monotonic() + timeout_s
     here = find_here(arguments)
@@ -49,11 +50,12 @@ def run_on_nodes(
     answers: dict[str, Any] = run_in_tasks(function, elsewhere, timeout_s=max(0.0, deadline - time.monotonic()))
     for node_id, job in jobs.items():
         if not job.over.wait(max(0.0, deadline - time.monotonic())):
-            answers[node_id] = PlacementTimeoutError(_late(function, node_id, timeout_s))
+            late = ray.exceptions.GetTimeoutError(f"No answer within {timeout_s:g} s.")
+            answers[node_id] = _explain(function, node_id, timeout_s, late)
         elif (error := job.future.exception()) is None:
             answers[node_id] = job.future.result()
-        else:  # sys.exit on a thread ends nothing else
-            answers[node_id] = error if isinstance(error, Exception) else _ended(function, node_id, error)
+        else:
+            answers[node_id] = _explain(function, node_id, timeout_s, error)
     return {node_id: answers[node_id] for node_id in arguments}
 
 
@@ -80,7 +82,7 @@ def _remote() -> Any:
     def call(code: bytes, *args: Any) -> Any:
         return ray.cloudpickle.loads(code)(*args)
 
-    return ray.remote(num_cpus=0, max_retries=0)(call)
+    return ray.remote(call)
 
 
 def run_in_tasks(
@@ -97,7 +99,7 @@ def run_in_tasks(
     def start() -> dict[str, Any]:
         pins = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in arguments}
         return {
-            node_id: start_task(_remote(), (code, *args), scheduling_strategy=pins[node_id])
+            node_id: start_task(_remote(), (code, *args), **OPTIONS, scheduling_strategy=pins[node_id])
             for node_id, args in arguments.items()
         }
 
@@ -124,12 +126,17 @@ def _drop(tasks: dict[str, Any]) -> None:
         tasks.clear()
 
 
-def _explain(function: Callable[..., Any], node_id: str, limit_s: float, error: Exception) -> Exception:
-    if isinstance(error, ray.exceptions.WorkerCrashedError):
-        return _ended(function, node_id, error)
-    return explain_failure(
-        error, _late(function, node_id, limit_s), f"{_name(function)} could not run on node {node_id}"
+def _explain(function: Callable[..., Any], node_id: str, limit_s: float, error: BaseException) -> Exception:
+    name = f"The function {getattr(function, '__name__', function)!r}"
+    # sys.exit on a thread ends nothing else.
+    if isinstance(error, ray.exceptions.WorkerCrashedError) or not isinstance(error, Exception):
+        ended = f"{name} ended its process on node {node_id}. It was called once, and is not called again."
+        return _cause(PlacementError(ended), error)
+    late = (
+        f"{name} has not returned on node {node_id} within {limit_s:.3g} s. The node may be very busy, or its raylet "
+        "stopped: try again, or look at the node."
     )
+    return explain_failure(error, late, f"{name} could not run on node {node_id}")
 
 
 def explain_failure(error: Exception, late: str, failed: str) -> Exception:
@@ -138,28 +145,11 @@ def explain_failure(error: Exception, late: str, failed: str) -> Exception:
     if isinstance(error, ray.exceptions.RayTaskError) or not isinstance(error, ray.exceptions.RayError):
         return error
     if isinstance(error, ray.exceptions.GetTimeoutError):
-        explained: PlacementError = PlacementTimeoutError(late)
-    else:
-        gone = "If the node is gone, `replace_lost_nodes()` of its cluster reserves others."
-        explained = PlacementError(f"{failed}: {error}. {gone}")
+        return _cause(PlacementTimeoutError(late), error)
+    gone = "If the node is gone, `replace_lost_nodes()` of its cluster reserves others."
+    return _cause(PlacementError(f"{failed}: {error}. {gone}"), error)
+
+
+def _cause(explained: PlacementError, error: BaseException) -> PlacementError:
     explained.__cause__ = error
     return explained
-
-
-def _late(function: Callable[..., Any], node_id: str, limit_s: float) -> str:
-    return (
-        f"{_name(function)} has not returned on node {node_id} within {limit_s:.3g} s. The node may be very busy, or "
-        "its raylet stopped: try again, or look at the node."
-    )
-
-
-def _ended(function: Callable[..., Any], node_id: str, cause: BaseException) -> PlacementError:
-    error = PlacementError(
-        f"{_name(function)} ended its process on node {node_id}. It was called once, and is not called again."
-    )
-    error.__cause__ = cause
-    return error
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return f"The function {getattr(function, '__name__', function)!r}"

@@ -137,15 +137,9 @@ def ask_head(
 
 
 def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float = 0.1) -> bool:
-    """Wait until a condition holds, with pauses that double up to `longest_s` seconds.
+    """Wait until a condition holds, with pauses that double up to `longest_s` seconds; return whether it does.
 
-    Args:
-        done: returns whether it holds. It is called once more at the deadline.
-        deadline: when to stop waiting, by `time.monotonic`.
-        longest_s: the longest pause.
-
-    Returns:
-        Whether the condition holds.
+    `done` returns whether it holds, and is called once more at the deadline, which is by `time.monotonic`.
     """
     pause = min(POLL_S, longest_s)
     while not done():
@@ -159,11 +153,7 @@ def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float 
 def alive_nodes(*, timeout_s: float | None = None) -> frozenset[str]:
     """Return the ids of the nodes that Ray considers alive, including those that are draining.
 
-    Args:
-        timeout_s: seconds that Ray's head may take; None for what is left of `head_deadline`, or for no limit.
-
-    Raises:
-        HeadTimeoutError: the head did not answer in time.
+    `timeout_s` and errors are as for `ask_head`.
     """
     rows = ask_head("list the nodes", ray.nodes, timeout_s=timeout_s)
     return frozenset(row["NodeID"] for row in rows if row["Alive"])
@@ -213,8 +203,7 @@ def read_nodes(*, with_free: bool = True) -> tuple[Node, ...]:
 def read_holders() -> tuple[ResourceHolder, ...]:
     """Return the placement groups that hold resources, and the actors that hold resources outside of any group.
 
-    Raises:
-        HeadTimeoutError: Ray's head did not answer within `head_deadline`.
+    Errors are as for `ask_head`.
     """
     groups, actors = ask_head("list who holds resources", lambda: (placement_group_table(), live_actors()))
     holders = []

@@ -40,7 +40,8 @@ def decide(
     or the largest requests prove that, and "taken" only if there is a plan for the nodes when nothing runs on them.
     """
     own_nodes = own_nodes or segment_size is not None
-    nodes = [node for node in nodes if not asks or matches(asks[0].labels, node.labels)]
+    if asks and asks[0].labels:
+        nodes = [node for node in nodes if matches(asks[0].labels, node.labels)]
     free = Site(asks, nodes, False, own_nodes)
     plan = free.make_plan(segment_size)
     if plan is not None:
@@ -77,7 +78,10 @@ class Site:
     def __init__(self, asks: Sequence[Ask], nodes: Sequence[Node], idle: bool, own_nodes: bool) -> None:
         self.asks = sorted(asks, key=operator.attrgetter("node_idx"))
         self.nodes, self.own_nodes = nodes, own_nodes
-        alike = list(group_pairs(((ask.count, *sorted(ask.bundle.items())), ask) for ask in self.asks).values())
+        shapes: dict[object, list[Ask]] = {}
+        for ask in self.asks:
+            shapes.setdefault((ask.count, *sorted(ask.bundle.items())), []).append(ask)
+        alike = list(shapes.values())
         held = [item for ask, *_ in alike for item in ask.bundle.items()]
         names = sorted({name for name, amount in held if round(amount * PRECISION)})
         amounts = [node.total if idle else node.free for node in nodes]
@@ -96,7 +100,7 @@ class Site:
         """Return the node ids of each logical node; nothing if Ray chooses them; None if no plan is found."""
         everywhere = range(len(self.nodes))
         if any(ask.strategy != "STRICT_PACK" for ask in self.asks):
-            return None if self._lacks_room(self._count(self.asks), everywhere) else {}
+            return None if self._lacks_room(everywhere) else {}
         if segment_size is not None:
             places = self._place_in_segments(segment_size)
         else:
@@ -112,17 +116,15 @@ class Site:
     def is_impossible(self, segment_size: int | None) -> bool:
         """Return whether it is proven that there is no arrangement."""
         if segment_size is None:
-            return self._lacks_room(self._count(self.asks), range(len(self.nodes)))
+            return self._lacks_room(range(len(self.nodes)))
         domains = self._domains()
         inside = [position for positions in domains for position in positions]
         segments = sum(len(positions) // segment_size for positions in domains)
-        return segments * segment_size < len(self.asks) or self._lacks_room(self._count(self.asks), inside)
+        return segments * segment_size < len(self.asks) or self._lacks_room(inside)
 
-    def _count(self, asks: Sequence[Ask]) -> Counter[Shape]:
-        return Counter(self.shape_of[ask.node_idx] for ask in asks)
-
-    def _lacks_room(self, counts: Mapping[Shape, int], positions: Sequence[int]) -> bool:
+    def _lacks_room(self, positions: Sequence[int]) -> bool:
         """Return whether totals, or the units that are as large as those of a shape, prove that the nodes lack room."""
+        counts = Counter(self.shape_of[ask.node_idx] for ask in self.asks)
         for shape in counts:
             larger = [other for other in counts if all(map(operator.ge, other.unit, shape.unit))]
             needed = sum(other.units * counts[other] for other in larger)
@@ -196,32 +198,27 @@ class Site:
         places = ((node_place(node)[0], position) for position, node in enumerate(self.nodes))
         return list(group_pairs((domain, position) for domain, position in places if domain).values())
 
-    def _blocks(self, segment_size: int) -> list[tuple[object, Sequence[Ask]]]:
-        """Return the requests in groups of this many with what they need, the largest first."""
+    def _place_in_segments(self, segment_size: int) -> Places | None:
+        """Place the requests in groups of this many, the largest first, each in the first domain that has room."""
 
         def need(block: Sequence[Ask]) -> list[list[int]]:
             return sorted([-n for n in self.shape_of[ask.node_idx].unit] for ask in block)
 
         blocks = [self.asks[start : start + segment_size] for start in range(0, len(self.asks), segment_size)]
-        return sorted([(need(block), block) for block in blocks], key=operator.itemgetter(0))
-
-    def _place_in_segments(self, segment_size: int) -> Places | None:
-        """Place the requests in groups of this many, the largest first, each in the first domain that has room."""
         places: Places = {}
         domains, first, before = self._domains(), 0, None
-        for need, block in self._blocks(segment_size):
+        for needed, block in sorted([(need(block), block) for block in blocks], key=operator.itemgetter(0)):
             # A domain that lacks room for a group stays so for all groups like it.
-            first, before = (first if need == before else 0), need
-            while first < len(domains):
-                inside = self._place_in_order(block, domains[first])
+            first, before = (first if needed == before else 0), needed
+            for index in range(first, len(domains)):
+                inside = self._place_in_order(block, domains[index])
                 if inside is None:
-                    inside = self._place_largest_first(block, domains[first], shared=False)
+                    inside = self._place_largest_first(block, domains[index], shared=False)
                 if inside is not None:
                     break
-                first += 1
             else:
                 return None
             places |= inside
-            taken = set(inside.values())
-            domains[first] = [position for position in domains[first] if position not in taken]
+            first, taken = index, set(inside.values())
+            domains[index] = [position for position in domains[index] if position not in taken]
         return places

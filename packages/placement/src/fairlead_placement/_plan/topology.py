@@ -100,8 +100,6 @@ def sort_bundle_indices_by_topology(
 ) -> list[int]:
     """Return the physical order of bundles: by domain, rank, node id, then accelerator id.
 
-    The domain with the lowest rank comes first; domains with the same lowest rank are ordered by name.
-
     Args:
         bundle_data: one row per bundle: (accelerator id, domain, rank in the domain, node id). Ids of digits are
             compared as numbers and come before others. Domains and ranks are as for `select_segment_nodes`.
@@ -110,8 +108,8 @@ def sort_bundle_indices_by_topology(
         gpus_per_node: a node with fewer bundles is not complete. Required with `segment_size`, otherwise unused.
 
     Returns:
-        Indices into `bundle_data`. All bundles of a node are neighbours. Bundles with equal ids on one node keep their
-        order. With `segment_size` the list may be shorter than `bundle_data`, or empty.
+        Indices into `bundle_data`. Bundles with equal ids on one node keep their order. With `segment_size` the list
+        may be shorter than `bundle_data`, or empty.
 
     Raises:
         TypeError, ValueError: a bad size, a row of another length, a rank that is not a number, a node in two places.
@@ -163,7 +161,9 @@ def _sort_nodes(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]
     Domains are ordered by the lowest rank of their nodes, then by name. Nodes without a domain come first. The node id
     breaks every tie, so the slots of two nodes never interleave.
     """
-    lowest = {domain: min(ranks) for domain, ranks in group_pairs(places.values()).items()}
+    lowest: dict[str, float] = {}
+    for domain, rank in places.values():
+        lowest[domain] = min(rank, lowest.get(domain, rank))
     ordered = sorted(
         (domain != "", lowest[domain], domain, rank, node_id) for node_id, (domain, rank) in places.items()
     )

@@ -18,10 +18,6 @@ _Key = tuple[str, int]
 _held: dict[_Key, dict["SlotClaim", None]] = {}
 # Every group that has claimed slots, by its identity, in the order of its first claim: one that moves claims again.
 _groups: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-# Slots that have been released, or are about to be. No group may claim them any more.
-_closed: dict[_Key, None] = {}
-# How many of them are kept, so that the table does not grow for the life of the process.
-CLOSED_KEPT = 10_000
 # For all of these. Reentrant: a signal handler may shut a group down in the middle of anything.
 _lock = threading.RLock()
 
@@ -77,11 +73,6 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
     """Register a claim in every slot, or return the error that names the holders of a full one."""
     with _lock:
         for slot in slots:
-            if slot.key in _closed:
-                return ResourceInsufficientError(
-                    f"{claim.holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the "
-                    "logical node has been released (release_nodes). Take the present slots() of the cluster."
-                )
             claims = _held.get(slot.key, {})
             if len(claims) >= slot.capacity:
                 names = ", ".join(repr(other.holder) for other in claims)
@@ -99,19 +90,6 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
         if (group := claim._group()) is not None:
             _groups.setdefault(id(group), group)
     return None
-
-
-def close_slots(slots: Sequence[Slot]) -> list[str]:
-    """Refuse all further claims of slots. If groups are in them, change nothing and return the names of the groups."""
-    wait_for_dropped(30.0)
-    keys = [slot.key for slot in slots]
-    with _lock:
-        names = list(dict.fromkeys(claim.holder for key in keys for claim in _held.get(key, ())))
-        if not names:
-            _closed.update(dict.fromkeys(keys))
-            for key in [*_closed][: max(0, len(_closed) - CLOSED_KEPT)]:
-                del _closed[key]
-        return names
 
 
 def groups_on(slots: Sequence[Slot]) -> list[Any]:

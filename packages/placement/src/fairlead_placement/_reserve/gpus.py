@@ -9,9 +9,8 @@ are released.
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -34,43 +33,7 @@ ray.cloudpickle.register_pickle_by_value(_ray_private)
 READ_S = (10.0, 30.0)
 # Nodes named in an error. The free GPUs of each are read.
 SHOWN = 4
-Wanted = Mapping[int, frozenset[str]]
 Ids = dict[str, frozenset[str]]
-
-
-def check_gpu_ids(gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: str, segment_size: int | None) -> Wanted:
-    """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use."""
-    if gpus != 1:
-        raise ValueError(f"gpu_ids={gpu_ids!r} needs one GPU in each bundle (use_gpus=True), got {gpus:g}")
-    if strategy != "STRICT_PACK":
-        raise ValueError(
-            f"gpu_ids={gpu_ids!r} needs placement_group_strategy='STRICT_PACK', so that the ids are those of one "
-            f"node, got {strategy!r}"
-        )
-    if not isinstance(gpu_ids, (list, tuple)):
-        raise ValueError(f"gpu_ids must be a list of ids, a list per logical node, or 'auto', got {gpu_ids!r}")
-    used = [node_idx for node_idx, count in enumerate(counts) if count > 0]
-    is_nested = any(isinstance(part, (list, tuple)) for part in gpu_ids)
-    if not is_nested and len(used) != 1:
-        raise ValueError(f"gpu_ids must be a list per logical node, as {len(used)} are in use, got {gpu_ids!r}")
-    per_node = list(gpu_ids) if is_nested else [gpu_ids if count else [] for count in counts]
-    if len(per_node) != len(counts):
-        raise ValueError(f"gpu_ids has {len(per_node)} lists for {len(counts)} logical nodes: {gpu_ids!r}")
-    for node_idx, (ids, count) in enumerate(zip(per_node, counts, strict=True)):
-        if not isinstance(ids, (list, tuple)) or len(ids) != count:
-            raise ValueError(
-                f"gpu_ids of logical node {node_idx} must be {count} ids, one for each bundle, got {ids!r}"
-            )
-        for gpu in ids:
-            if isinstance(gpu, bool) or not isinstance(gpu, (int, str)) or gpu == "" or str(gpu).startswith("-"):
-                raise ValueError(
-                    f"gpu_ids must be numbers, 0 or more, or names such as 'GPU-6a', got {gpu!r} in {ids!r}"
-                )
-        if len(set(map(str, ids))) < len(ids):
-            raise ValueError(f"gpu_ids of a logical node must be different, got {ids!r}")
-    if segment_size is not None and used:
-        raise ValueError(f"give gpu_ids={gpu_ids!r} or segment_size={segment_size!r}, not both")
-    return {node_idx: frozenset(map(str, per_node[node_idx])) for node_idx in used}
 
 
 def try_gpus(request: Request, nodes: Sequence[Node], owned: Ids, *, deadline: float) -> Placed | Refusal:
@@ -140,36 +103,32 @@ def _refuse(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdic
     has = [f"{_name(node)} has {_ids(owned[node.node_id])}" for node in nodes if owned[node.node_id]]
     listed = "; ".join([*has[:SHOWN], *(["..."] if len(has) > SHOWN else [])]) or "no node has a GPU"
     for ask in request.asks:
-        ids = request.gpu_ids[ask.node_idx]
-        if not any(ids <= owned[node.node_id] for node in nodes):
-            missing = ids.difference(*(owned[node.node_id] for node in nodes))
-            what = f"No node has GPU {_ids(missing)}" if missing else f"No single node has the GPUs {_ids(ids)}"
-            why = f"{what}, asked for logical node {ask.node_idx}: {listed}."
+        if missing := request.gpu_ids[ask.node_idx].difference(*owned.values()):
+            why = f"No node has GPU {_ids(missing)}, asked for logical node {ask.node_idx}: {listed}."
             return Refusal(why, "Ask for ids that one node has (gpu_ids).", "impossible")
     is_proven = verdict == "impossible"
     return Refusal(
         f"{'The cluster cannot hold' if is_proven else 'No arrangement on the cluster was found for'} "
         f"{len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: {listed}.",
-        "Every id can be in one logical node only, and the node needs what else is asked for (see below).",
+        "The GPUs of a logical node must be on one node, which needs what else is asked for (see below).",
         verdict,
     )
 
 
 def _explain_busy(ask: Ask, missing: Sequence[tuple[Node, frozenset[str]]]) -> Refusal:
     """Return why a logical node has no place, from the GPUs that are not free on each node that has them."""
-    reasons = []
-    for node, gone in missing[:SHOWN] if all(gone for _, gone in missing) else ():
-        are_not = "is not" if len(gone) == 1 else "are not all"
-        reasons.append(
-            f"GPU {_ids(gone)}, asked for logical node {ask.node_idx}, {are_not} free on {_name(node)}, see below"
+    if not missing or not all(gone for _, gone in missing):
+        return Refusal(
+            ": the GPUs asked for are free, but others hold what else the request needs, or take turns with it (see "
+            "below). Release some of it,"
         )
-    if reasons:
-        why = f" for particular GPUs. {'. '.join(reasons)}. Release them, ask for others (gpu_ids),"
-        return Refusal(why, of_gpus=True)
-    return Refusal(
-        ": the GPUs asked for are free, but others hold what else the request needs, or take turns with it (see "
-        "below). Release some of it,"
+    reasons = ". ".join(
+        f"GPU {_ids(gone)}, asked for logical node {ask.node_idx}, {'is not' if len(gone) == 1 else 'are not all'} "
+        f"free on {_name(node)}, see below"
+        for node, gone in missing[:SHOWN]
     )
+    why = f" for particular GPUs. {reasons}. Release them, ask for others (gpu_ids),"
+    return Refusal(why, of_gpus=True)
 
 
 def _name(node: Node) -> str:

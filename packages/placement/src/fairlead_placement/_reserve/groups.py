@@ -32,10 +32,8 @@ ASKED_ALONE = 16
 _NAME = re.compile(r".*-[0-9a-f]{8}")
 # Raises if the program does not want what is being waited for any more.
 Check = Callable[[], object]
-# Returns whether no node will come for one of these groups, for which there is no room now.
-GiveUp = Callable[[AbstractSet[str]], bool]
-# The ids of groups that this process has created and not removed, and whether Ray has chosen their nodes.
-_mine: dict[str, bool] = {}
+# The ids of groups that this process has created and not removed.
+_mine: dict[str, None] = {}
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def place(
     *,
     deadline: float,
     check: Check = allow,
-    give_up: GiveUp | None = None,
+    grace_s: float | None = NO_ROOM_S,
 ) -> Placed | None:
     """Create the groups of a request. Return None, with nothing left behind, if Ray cannot place them.
 
@@ -99,7 +97,7 @@ def place(
         ]
         described.append(options)
         numbers.append(tuple(ask.node_idx for ask, _ in bundles))
-    placed = create_groups(described, deadline=deadline, check=check, give_up=give_up)
+    placed = create_groups(described, deadline=deadline, check=check, grace_s=grace_s)
     if None in placed.values():
         remove(list(placed))
         return None
@@ -108,7 +106,11 @@ def place(
 
 
 def create_groups(
-    described: Sequence[Mapping[str, Any]], *, deadline: float, check: Check = allow, give_up: GiveUp | None = None
+    described: Sequence[Mapping[str, Any]],
+    *,
+    deadline: float,
+    check: Check = allow,
+    grace_s: float | None = NO_ROOM_S,
 ) -> dict[PlacementGroup, tuple[str, ...] | None]:
     """Create groups from Ray's options, and wait as `wait_placed` does; return the node ids of the bundles of each.
 
@@ -122,10 +124,10 @@ def create_groups(
                 named = {**options, "name": options["name"] and f"{options['name']}-{uuid.uuid4().hex[:8]}"}
                 create = functools.partial(placement_group, **named)
                 made.append(ask_head("create placement groups", create, undo=_remove_late))
-                _mine[made[-1].id.hex()] = "strategy" in options
+                _mine[made[-1].id.hex()] = None
         finally:
             # Also if it failed: Ray may never free the resources of a group that is removed while it is placed.
-            placed = wait_placed(made, deadline=deadline, check=check, give_up=give_up)
+            placed = wait_placed(made, deadline=deadline, check=check, grace_s=grace_s)
     except BaseException:
         remove(made)
         raise
@@ -147,7 +149,7 @@ def _remove_late(group: PlacementGroup) -> None:
 
 
 def wait_placed(
-    groups: Sequence[PlacementGroup], *, deadline: float, check: Check = allow, give_up: GiveUp | None = None
+    groups: Sequence[PlacementGroup], *, deadline: float, check: Check, grace_s: float | None
 ) -> list[tuple[str, ...] | None]:
     """Wait until Ray has placed all groups, or has found no room for one of them.
 
@@ -155,7 +157,7 @@ def wait_placed(
         groups: the groups.
         deadline: when to stop waiting, by `time.monotonic`; Ray always has `PLACING_S`, unless a group lacks room.
         check: is called during the wait, and raises if that should end.
-        give_up: for groups that may lack room until the deadline, as Ray places them on nodes that join: ends the wait.
+        grace_s: how long a group may lack room; None if it may until the deadline, as nodes are to join for it.
 
     Returns:
         The node ids of the bundles of each group; None for one that Ray has not placed.
@@ -177,8 +179,8 @@ def wait_placed(
             lacking_since = None
         elif lacking_since is None:
             lacking_since = now
-        ends = last if lacking_since is None else deadline if give_up else lacking_since + NO_ROOM_S
-        if not pending or now >= min(last, ends) or (give_up and give_up(pending)):
+        ends = last if lacking_since is None else deadline if grace_s is None else lacking_since + grace_s
+        if not pending or now >= min(last, ends):
             break
         check()
         pause = min(1.5 * pause, 0.25)
@@ -208,11 +210,6 @@ def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
         )
         for number, (group, row) in enumerate(zip(groups, rows, strict=True))
     )
-
-
-def is_moved_by_ray(group: PlacementGroup) -> bool:
-    """Return whether Ray chooses another node for the bundles of a group when theirs is lost."""
-    return _mine.get(group.id.hex(), False)
 
 
 def find_abandoned() -> dict[PlacementGroup, str]:

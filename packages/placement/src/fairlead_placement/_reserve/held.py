@@ -9,23 +9,20 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
-from .._model import Ask, Node, Request, group_pairs
+from .._model import Request, group_pairs
 from .._nodes.head import alive_nodes, head_deadline
 from .._nodes.ports import PortLease, describe_lost, lease_ports, release_ports
-from .._nodes.usage import read_usage, unwatch
-from .._plan.topology import node_place
+from .._nodes.usage import NodeUsage, read_usage, unwatch
 from .._ray_private import connection
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
-from .claims import close_slots
-from .groups import is_moved_by_ray, read_placed, remove, remove_on_error
-from .slots import number_slots, slots_of
+from .groups import remove, remove_on_error
+from .slots import number_slots
 from .wait import reserve
 
 logger = logging.getLogger(__name__)
@@ -38,8 +35,7 @@ class Held:
     """The resources of a cluster between its reservation and its shutdown. Each change makes another one."""
 
     on: object  # the connection to Ray
-    # Those of the first reservation in physical order, then those of each extension.
-    slots: tuple[Slot, ...]
+    slots: tuple[Slot, ...]  # in physical order
     # One dictionary for the whole reservation. Any thread adds to it, by single operations.
     leases: dict[PortLease, None] = field(default_factory=dict)
     watcher: str | None = None  # for which the agents of the nodes sample memory
@@ -70,7 +66,6 @@ class Holding:
     request: Request
     monitor_memory: bool = False
     held: Held | None = None
-    is_adopted: bool = False  # whether others own what is held
     # Reentrant: a signal handler may shut the cluster down.
     _changing: Any = field(default_factory=threading.RLock)
     _changer: int = 0  # the thread that has it
@@ -101,13 +96,6 @@ class Holding:
                 "reserve the cluster and try again."
             )
 
-    def _held_now(self, check: Callable[[], None]) -> Held:
-        """Return what is held; raise if a shutdown has begun."""
-        check()
-        if (held := self.held) is None:
-            raise PlacementError(f"The cluster {self.request.name!r} is not reserved. Reserve it first.")
-        return held
-
     def reserve(self, *, unified: bool) -> None:
         """Reserve, unless that has been done."""
         request = replace(self.request, unified=unified)
@@ -126,123 +114,36 @@ class Holding:
                 self.give_back()
                 raise
 
-    def adopt(self, groups: Sequence[PlacementGroup], *, timeout_s: float) -> None:
-        """Hold placement groups of others, which are not removed, once Ray has placed them."""
-        deadline = time.monotonic() + timeout_s
-        with head_deadline(timeout_s):
-            placed = read_placed(groups, deadline=deadline)
-            slots = slots_of(placed, self.request.capacity, deadline=deadline)
-        asks = [replace(ask, bundle=held.bundles[0]) for ask, held in zip(self.request.asks, placed, strict=True)]
-        self.request = replace(self.request, asks=tuple(asks))
-        self.held = Held(on=connection(), slots=slots)
-        self.is_adopted = True
-
-    def extend(
-        self, counts: Sequence[int], model: Ask, *, timeout_s: float, wait_for_nodes_s: float
-    ) -> tuple[int, ...]:
-        """Reserve more logical nodes like `model`, add their slots at the end, and return their numbers."""
-        began = time.monotonic()
-        with self._change(max(timeout_s, wait_for_nodes_s)) as check:
-            held, waited = self._held_now(check), time.monotonic() - began
-            first = len(self.request.asks)
-            asks = tuple(replace(model, node_idx=first + number, count=count) for number, count in enumerate(counts))
-            part = replace(
-                self.request,
-                asks=asks,
-                timeout_s=max(0.0, timeout_s - waited),
-                wait_for_nodes_s=max(0.0, wait_for_nodes_s - waited),
-                timeout_name="timeout_s",
-            )
-            bundles = {ask.node_idx: ask.bundle for ask in self.request.asks}
-            amounts: dict[str, Counter[str]] = {}
-            for slot in held.slots:
-                amounts.setdefault(slot.node_id, Counter()).update(bundles[slot.node_idx])
-            slots = reserve(part, held=amounts, check=check)
-            with remove_on_error(lambda: [slot.placement_group for slot in slots]):
-                self._held_now(check)
-                self.request = replace(self.request, asks=(*self.request.asks, *asks))
-                self.held = replace(held, slots=number_slots((*held.slots, *slots)))
-            return tuple(ask.node_idx for ask in asks)
-
-    def release(self, wanted: AbstractSet[int]) -> bool:
-        """Release logical nodes, and return whether Ray had their resources back in time."""
-        deadline = time.monotonic() + GIVE_BACK_S
-        with self._change(GIVE_BACK_S) as check:
-            before, request = self._held_now(check), self.request
-            used = {slot.node_idx for slot in before.slots}
-            if not wanted <= used:
-                raise IndexError(f"logical node(s) {sorted(wanted - used)} are not in use; these are: {sorted(used)}")
-            if names := close_slots([slot for slot in before.slots if slot.node_idx in wanted]):
-                raise PlacementError(
-                    f"Logical node(s) {sorted(wanted)} of {request.name!r} cannot be released: worker group(s) "
-                    f"{', '.join(map(repr, names))} use their slots. Shut them down first."
-                )
-            asks = tuple(replace(ask, count=0) if ask.node_idx in wanted else ask for ask in request.asks)
-            gpu_ids = {node_idx: gpus for node_idx, gpus in request.gpu_ids.items() if node_idx not in wanted}
-            self.request = replace(request, asks=asks, gpu_ids=gpu_ids)
-            rest = number_slots(slot for slot in before.slots if slot.node_idx not in wanted)
-            self.held = replace(before, slots=rest)
-            return self._return(before, self.held, deadline)
-
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
         """Reserve slots in place of those whose node is gone, and return the new ones."""
         deadline = time.monotonic() + timeout_s
         with self._change(timeout_s) as check:
-            alive, before = alive_nodes(), self._held_now(check)
+            alive = alive_nodes()
+            check()
+            if (before := self.held) is None:
+                raise PlacementError(f"The cluster {self.request.name!r} is not reserved. Reserve it first.")
             lost = dict.fromkeys(slot for slot in before.slots if slot.node_id not in alive)
             if not lost:
                 return ()
-            staying = [slot for slot in before.slots if slot.node_id in alive]
-            used = {slot.placement_group.id for slot in staying}
-            chosen = [slot for slot in lost if is_moved_by_ray(slot.placement_group)]
-            moved = [slot for slot in chosen if slot.placement_group.id in used]
-            # Ray would look for nodes for the others without a pause, and nothing of them is left.
-            remove(before.groups_of(slot for slot in chosen if slot not in moved))
+            # Ray would look for nodes for a group that is not pinned, and could take the room of its replacement.
+            remove(before.groups_of(lost))
             new: list[Slot] = []
             with remove_on_error(lambda: [slot.placement_group for slot in new]):
-                for node_idx, count in Counter(slot.node_idx for slot in lost if slot not in moved).most_common():
+                for node_idx, count in Counter(slot.node_idx for slot in lost).most_common():
                     left_s = max(0.0, deadline - time.monotonic())
                     # A new node may be on its way: callers wait for one after a loss.
                     part = replace(
                         self.request,
                         asks=(replace(self.request.asks[node_idx], count=count),),
-                        segment_size=None,
                         timeout_s=left_s,
                         wait_for_nodes_s=left_s,
-                        unified=False,
                         timeout_name="timeout_s",
                     )
-                    usable = functools.partial(self._find_usable, [*staying, *new], node_idx)
-                    new += reserve(part, usable, check=check)
-                slots = replace_slots(before.slots, lost, [*new, *self._find_moved(moved, deadline=deadline)])
-                self._held_now(check)
-                held = self.held = replace(before, slots=number_slots(slots))
-            self._return(before, held, time.monotonic() + GIVE_BACK_S)  # groups that have lost all their bundles
+                    new += reserve(part, check=check)
+                check()
+                held = self.held = replace(before, slots=number_slots(replace_slots(before.slots, lost, new)))
+            self._return(before, held, time.monotonic() + GIVE_BACK_S)  # the ports on the lost nodes
             return tuple(slot for slot, old in zip(held.slots, before.slots, strict=True) if old in lost)
-
-    def _find_usable(self, slots: Sequence[Slot], node_idx: int, nodes: Sequence[Node]) -> list[Node]:
-        """Return the nodes that a logical node can use beside some slots."""
-        size = self.request.segment_size
-        if not (size or self.request.unified):
-            return list(nodes)
-        # Every logical node is on a physical node of its own, and in the domain of its segment.
-        used = [ask.node_idx for ask in self.request.asks if ask.count]
-        segment = {other: number // (size or 1) for number, other in enumerate(used)}
-        near = {slot.node_id for slot in slots if segment[slot.node_idx] == segment[node_idx]}
-        domain_of = {node.node_id: node_place(node)[0] for node in nodes}
-        domains = {domain_of[node_id] for node_id in near & domain_of.keys()} or set(domain_of.values()) - {""}
-        taken = {slot.node_id for slot in slots}
-        free = [node for node in nodes if node.node_id not in taken]
-        return [node for node in free if domain_of[node.node_id] in domains] if size else free
-
-    def _find_moved(self, lost: Sequence[Slot], *, deadline: float) -> list[Slot]:
-        """Return the slots of groups whose nodes Ray chooses, once it has placed the lost bundles again."""
-        if not lost:
-            return []
-        groups = list({slot.placement_group.id: slot.placement_group for slot in lost}.values())
-        placed = read_placed(groups, deadline=deadline)
-        slots = {slot.key: slot for slot in slots_of(placed, self.request.capacity, deadline=deadline)}
-        return [replace(slots[slot.key], node_idx=slot.node_idx) for slot in lost]
 
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
         """Lease a port on the node of each slot until everything is released."""
@@ -257,6 +158,18 @@ class Holding:
             release_ports(leases)
             raise
         return leases
+
+    def read_usage(self, node_ids: Sequence[str]) -> tuple[NodeUsage, ...]:
+        """Return the memory of nodes, whose agents go on sampling it if the cluster monitors memory."""
+        check, watcher = functools.partial(self._check, self._shutdowns), self.held.watcher if self.held else None
+        usage = read_usage(node_ids, watcher)
+        try:
+            check()  # a shutdown may not have seen the agents that this has created
+        except PlacementError:
+            if watcher is not None:
+                unwatch(node_ids, watcher)
+            raise
+        return usage
 
     def _note_lost(self, leases: Sequence[PortLease], why: str) -> None:
         """Say that the agent of a node has died with leases of this cluster."""
@@ -279,12 +192,9 @@ class Holding:
             release_ports(leases, timeout_s=max(0.0, deadline - time.monotonic()) / 2)
         finally:
             used = {slot.placement_group.id for slot in slots}
-            groups = [group for group in self._own_groups(before) if group.id not in used]
+            groups = [group for group in before.groups_of(before.slots) if group.id not in used]
             returned = remove(groups, timeout_s=max(0.0, deadline - time.monotonic()))
         return returned
-
-    def _own_groups(self, held: Held) -> list[PlacementGroup]:
-        return [] if self.is_adopted else held.groups_of(held.slots)
 
     def give_back(self) -> bool:
         """Release ports and groups within `GIVE_BACK_S`, and return whether Ray had the resources back in time.
@@ -309,12 +219,12 @@ class Holding:
     def leak(self) -> str:
         """Return what to say when the cluster is dropped while it holds something, or "" if it holds nothing."""
         held = self.held
-        if held is None or held.ray_ended or not (held.leases or self._own_groups(held)):
+        if held is None or held.ray_ended or not held.slots:
             return ""
         return (
             f"The virtual cluster {self.request.name!r} was dropped without shutdown() while it held "
-            f"{len(self._own_groups(held))} placement group(s) and {len(held.leases)} port(s). They are returned in "
-            "the background. Use the cluster in a with statement, or call shutdown()."
+            f"{len(held.groups_of(held.slots))} placement group(s) and {len(held.leases)} port(s). They are returned "
+            "in the background. Use the cluster in a with statement, or call shutdown()."
         )
 
 
@@ -322,14 +232,6 @@ def replace_slots(slots: Sequence[Slot], lost: Container[Slot], new: Sequence[Sl
     """Put each new slot in the place of a lost one of its logical node."""
     of_logical_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))
     return [of_logical_node[slot.node_idx].pop() if slot in lost else slot for slot in slots]
-
-
-def not_returned(what: str) -> PlacementError:
-    """Return the error for something whose resources Ray did not have back in time."""
-    return PlacementError(
-        f"Ray did not return the resources of {what} within {GIVE_BACK_S:g} s. The groups are removed, but a process "
-        "in them may still be ending: look at its node."
-    )
 
 
 def find_bundles(

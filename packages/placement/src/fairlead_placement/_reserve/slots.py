@@ -9,14 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .._model import ACCELERATOR_TYPE, PRECISION
-from .._nodes.head import alive_nodes, ask_head, read_nodes
+from .._nodes.functions import OPTIONS
+from .._nodes.head import alive_nodes, ask_head, head_deadline, read_nodes
 from .._plan.topology import accelerator_order
+from .._ray_private import start_task
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
-from .groups import Check, Reserved, allow
+from .groups import Check, Reserved, allow, read_placed
 
 # Their ids, by the name of the resource.
 Accelerators = Mapping[str, tuple[str, ...]]
@@ -68,6 +71,26 @@ def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float, chec
     return number_slots(slot for _, slot in sorted(ordered, key=operator.itemgetter(0)))
 
 
+def read_slots(
+    placement_groups: Sequence[PlacementGroup], max_colocated_worker_groups: int = 1, *, timeout_s: float = 180.0
+) -> tuple[Slot, ...]:
+    """Return the bundles of placement groups that others have made, each a logical node, as slots in physical order.
+
+    Args:
+        placement_groups: Ray's placement groups.
+        max_colocated_worker_groups: how many worker groups may share the slots. Each needs a CPU of a bundle.
+        timeout_s: seconds to wait until the groups are placed and their accelerators are free, whose ids are read.
+
+    Raises:
+        PlacementError: a group has been removed, or is one of another cluster.
+        PlacementTimeoutError: a group was not placed, or its accelerators were not free, in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    with head_deadline(timeout_s):
+        placed = read_placed(placement_groups, deadline=deadline)
+        return slots_of(placed, max_colocated_worker_groups, deadline=deadline)
+
+
 def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     """Return the slots with their nodes numbered in the order of the slots, and the slots of each node."""
     on_node: dict[str, list[int]] = {}
@@ -103,8 +126,8 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float, check: Che
         raise PlacementTimeoutError(
             f"The accelerators are reserved, but {len(refs)} tasks that ask for their ids did not finish within "
             f"{timeout_s:.0f} s. The nodes may be starting processes very slowly; or others, in placement groups of "
-            "theirs, use them. Wait longer (reserve_timeout_s, or timeout_s of extend, replace_lost_nodes and of), or "
-            "look at the nodes."
+            "theirs, use them. Wait longer (reserve_timeout_s, or timeout_s of replace_lost_nodes), or look at the "
+            "nodes."
         )
     ids = dict(zip(refs, ray.get(list(refs.values())), strict=True))
     return [[ids.get((g, index), {}) for index in range(len(group.bundles))] for g, group in enumerate(reserved)]
@@ -118,12 +141,15 @@ def _report_ids(
     def read_ids() -> dict[str, tuple[str, ...]]:
         return {kind: tuple(ids) for kind, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
 
-    task = ray.remote(num_cpus=0, max_retries=0)(read_ids)
+    task = ray.remote(read_ids)
     return {
-        (g, index): task.options(
+        (g, index): start_task(
+            task,
+            (),
+            **OPTIONS,
             num_gpus=kinds.get("GPU", 0),
             resources={kind: amount for kind, amount in kinds.items() if kind != "GPU"},
             scheduling_strategy=PlacementGroupSchedulingStrategy(reserved[g].group, index),
-        ).remote()
+        )
         for (g, index), kinds in held.items()
     }

@@ -5,8 +5,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 from dataclasses import replace
 
 import ray
@@ -14,7 +13,7 @@ import ray
 from .._model import Node, Request, Verdict
 from .._nodes.head import alive_nodes, ask_head, read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
-from .._ray_private import draining_nodes, infeasible_groups
+from .._ray_private import autoscaler_is_there, draining_nodes
 from .._show import ReservationReport, Waiting, name_holders
 from .._slot import Slot
 from ..exceptions import HeadTimeoutError, PlacementError, PlacementTimeoutError, ResourceInsufficientError
@@ -27,7 +26,6 @@ POLL_S = (0.05, 0.5)
 # How often Ray's head is asked for what changes slowly.
 STATUS_S = 2.0
 _ADVICE = "Ask for less, add nodes, or wait for nodes that are joining (wait_for_nodes_s)."
-Amounts = Mapping[str, Mapping[str, float]]
 
 
 def examine(request: Request) -> ReservationReport:
@@ -37,16 +35,10 @@ def examine(request: Request) -> ReservationReport:
     return ReservationReport(asks, nodes, read_holders(), verdict, plan or {})
 
 
-def reserve(
-    request: Request,
-    find_usable: Callable[[Sequence[Node]], Sequence[Node]] = list,
-    held: Amounts | None = None,
-    check: Check = allow,
-) -> tuple[Slot, ...]:
+def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
     """Place a request, again and again until it succeeds or its time is up, and return its slots.
 
-    `find_usable` chooses among the present nodes before each attempt. `held` is what the cluster that is extended holds
-    of each node. `check` is called during the wait, and raises if that should end.
+    `check` is called during the wait, and raises if that should end.
     """
     request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
     began = time.monotonic()
@@ -57,26 +49,23 @@ def reserve(
         while True:
             check()
             waited = time.monotonic() - began
-            present = read_nodes()
-            nodes = find_usable(present)
+            nodes = read_nodes()
             outcome: Placed | Refusal | None = None
             if request.gpu_ids:
                 outcome = try_gpus(request, nodes, owned, deadline=deadline)
             else:
-                usable = _without(nodes, held) if held else nodes
                 own, size = request.unified, request.segment_size
-                plan, verdict = decide(request.asks, usable, own_nodes=own, segment_size=size)
+                plan, verdict = decide(request.asks, nodes, own_nodes=own, segment_size=size)
                 if plan is not None:
                     outcome = place(request, plan, deadline=deadline, check=check)
                 if outcome is None:
-                    outcome = _refuse(request, usable, verdict, is_extension=held is not None)
+                    outcome = _refuse(request, nodes, verdict)
             if isinstance(outcome, Refusal) and waited >= ask_again_at:
                 ask_again_at = waited + STATUS_S
                 if remove_abandoned():
                     continue
-                if len(nodes) == len(present):  # Ray may place it on any of them
-                    outcome = _place_on_new_nodes(request, outcome, check, began)
-                    waited = time.monotonic() - began
+                outcome = _place_on_new_nodes(request, check, began) or outcome
+                waited = time.monotonic() - began
             if not isinstance(outcome, Refusal):
                 try:
                     return slots_of(outcome, request.capacity, deadline=deadline, check=check)
@@ -95,15 +84,7 @@ def reserve(
             pause = min(2 * pause, POLL_S[1])
 
 
-def _without(nodes: Sequence[Node], held: Amounts) -> list[Node]:
-    """Return the nodes without what a cluster holds of them."""
-    return [
-        replace(node, total={name: n - held.get(node.node_id, {}).get(name, 0.0) for name, n in node.total.items()})
-        for node in nodes
-    ]
-
-
-def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict, *, is_extension: bool) -> Refusal:
+def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict) -> Refusal:
     """Return why a request has no place now."""
     if verdict in ("fits", "taken"):
         if is_in_use(request.asks, nodes):
@@ -120,40 +101,32 @@ def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict, *, is_ext
     segments = f", in segments of {size} nodes of one topology domain" if size else ""
     bundles = sum(ask.count for ask in request.asks)
     what = f"{bundles} bundles in {len(request.asks)} logical node(s){own}{segments}"
-    when = "when nothing runs beside what it extends" if is_extension else "when they are idle"
     if verdict == "impossible":
-        return Refusal(f"The present nodes cannot hold {what}, even {when} (see below).", _ADVICE, verdict)
+        return Refusal(f"The present nodes cannot hold {what}, even when they are idle (see below).", _ADVICE, verdict)
     spread = "" if own or size else 'Use placement_group_strategy="PACK" if a logical node may be on several nodes. '
     return Refusal(
-        f"No arrangement of {what} on the present nodes was found, even {when} (see below). It is not proven that "
-        "there is none.",
+        f"No arrangement of {what} on the present nodes was found, even when they are idle (see below). It is not "
+        "proven that there is none.",
         f"{spread}{_ADVICE}",
         verdict,
     )
 
 
-def _place_on_new_nodes(request: Request, refusal: Refusal, check: Check, began: float) -> Placed | Refusal:
+def _place_on_new_nodes(request: Request, check: Check, began: float) -> Placed | None:
     """Let Ray place a request that has no room, if an autoscaler may add nodes: groups without a place are demand."""
     # Ray has no request for these.
     if request.gpu_ids or request.segment_size or request.unified:
-        return refusal
-    infeasible = ask_head("look for an autoscaler", infeasible_groups)
-    if infeasible is None:
-        return refusal
-    limit_s, asked_at = max(request.timeout_s, request.wait_for_nodes_s), time.monotonic()
+        return None
+    if not ask_head("look for an autoscaler", autoscaler_is_there):
+        return None
+    limit_s = max(request.timeout_s, request.wait_for_nodes_s)
     with Waiting(f"Reserving {request.name or 'a cluster'}") as waiting:
 
-        def is_hopeless(pending: AbstractSet[str]) -> bool:
-            nonlocal infeasible, asked_at
+        def wait() -> None:
+            check()
             waiting.show("the autoscaler has to add nodes", limit_s)
-            if time.monotonic() >= asked_at + STATUS_S:
-                infeasible, asked_at = ask_head("look for an autoscaler", infeasible_groups), time.monotonic()
-            return not pending.isdisjoint(infeasible or ())
 
-        placed = place(request, {}, deadline=began + limit_s, check=check, give_up=is_hopeless)
-    if placed is None and time.monotonic() < began + limit_s and not refusal.is_taken:
-        return replace(refusal, why=f"{refusal.why} The autoscaler reports that it cannot add nodes for it.")
-    return refusal if placed is None else placed
+        return place(request, {}, deadline=began + limit_s, check=wait, grace_s=None)
 
 
 def _explain(request: Request, nodes: Sequence[Node], refusal: Refusal, waited: float) -> PlacementError:

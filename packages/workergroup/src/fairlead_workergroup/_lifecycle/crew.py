@@ -170,8 +170,8 @@ class Crew:
         free = self._resources.claim_free(self._launcher.spec.slots(), len(ranks))
         if len(free) < len(ranks):
             raise ValueError(
-                f"{len(ranks)} rank(s) need as many free slots, and there are {len(free)} that can be used. Reserve "
-                "more with cluster.extend()."
+                f"{len(ranks)} rank(s) need as many free slots, and there are {len(free)} that can be used. Make "
+                "a new group on a larger cluster."
             )
         return move_places(places, dict(zip(ranks, free, strict=True)))
 
@@ -198,7 +198,7 @@ class Crew:
         if len(chosen) < count:
             raise ValueError(
                 f"{count} more workers need {count} free slots{f' in tied groups of {tied}' if tied > 1 else ''}, and "
-                f"the cluster has {len(chosen)}. Reserve more with cluster.extend(), or give other slots."
+                f"the cluster has {len(chosen)}. Give slots of another cluster (slots=...)."
             )
         return chosen
 
@@ -234,7 +234,7 @@ class Crew:
                     lost,
                     f"Ray drains the nodes of rank(s) {', '.join(map(str, drained))}, so that nothing starts there. "
                     + ("The workers of tied groups do not move to" if tied else f"There are {len(free)}")
-                    + " other slots. Reserve more with cluster.extend(), or create a new group on other nodes.",
+                    + " other slots. Create a new group on other nodes.",
                 )
             places = move_places(places, dict(zip(drained, free, strict=True)))
         return places, slots

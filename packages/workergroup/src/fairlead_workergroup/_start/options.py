@@ -30,7 +30,7 @@ _OURS = (
 )
 # What to use in their place, where there is something.
 _INSTEAD = {
-    "accelerator_type": "accelerator_type of the cluster",
+    "accelerator_type": "label_selector of the cluster",
     "max_restarts": "restart=Restart(...)",
     "num_cpus": "cpus_per_worker of the cluster",
     "num_gpus": "use_gpus or accelerators of the cluster",
