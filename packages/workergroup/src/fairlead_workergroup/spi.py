@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import ray
 
-from ._calls.core import Need, find_core
 from ._group import RayWorkerGroup
-from ._membership.model import Member, Snapshot, WorkerProcess
-from ._observe.evidence import judge_errors
+from ._membership.core import Need, find_core
+from ._membership.losses import find_losses
+from ._membership.model import GroupState, Member
 from ._observe.publications import read_groups
 from ._observe.query import cancel_calls, late_workers
 from ._remote.outside import look_from_outside
@@ -28,8 +28,6 @@ __all__ = [
     "Member",
     "Need",
     "Reply",
-    "Snapshot",
-    "WorkerProcess",
     "add_state",
     "cancel",
     "check_calls",
@@ -59,7 +57,7 @@ class Reply:
         late: what the worker was doing at the deadline.
     """
 
-    worker: WorkerProcess
+    worker: Member
     value: Any = None
     error: BaseException | None = None
     failure: WorkerFailure | None = None
@@ -71,13 +69,13 @@ class Reply:
         return self.error is None and self.failure is None and self.late is None
 
 
-def read_members(group: RayWorkerGroup) -> Snapshot:
+def read_members(group: RayWorkerGroup) -> GroupState:
     """Return the members of a group as they are now.
 
     Raises:
         WorkerGroupError: the group, or its Ray, has been shut down.
     """
-    return find_core(group).roster.check_alive()
+    return find_core(group).check_alive()
 
 
 def send_function(
@@ -111,7 +109,7 @@ def send_function(
 
 def collect(
     group: RayWorkerGroup,
-    requests: Mapping[int, tuple[WorkerProcess, Any]],
+    requests: Mapping[int, tuple[Member, Any]],
     timeout_s: float,
     *,
     all_of_them: bool = False,
@@ -154,7 +152,7 @@ def collect(
     return replies
 
 
-def cancel(requests: Mapping[int, tuple[WorkerProcess, Any]]) -> None:
+def cancel(requests: Mapping[int, tuple[Member, Any]]) -> None:
     """Keep requests that have not started from starting; what their workers run goes on."""
     if requests:
         cancel_calls(list(requests.values()), within_s=LOOK_S)
@@ -182,7 +180,7 @@ def wait_for_turn(group: RayWorkerGroup, timeout_s: float) -> bool:
 
 
 def add_state(group: RayWorkerGroup, key: str, read: Callable[[], Any]) -> Callable[[], None]:
-    """Show what a package knows of a group in `inspect().shown`; return the function that ends that.
+    """Show what a package knows of a group in `state().shown`; return the function that ends that.
 
     Args:
         group: the group.
@@ -192,9 +190,9 @@ def add_state(group: RayWorkerGroup, key: str, read: Callable[[], Any]) -> Calla
     Raises:
         ValueError: another function shows something under this key.
     """
-    shown = find_core(group).roster.shown
+    shown = find_core(group).shown
     if shown.setdefault(key, read) is not read:
-        raise ValueError(f"inspect() of {group!r} shows something under {key!r} already")
+        raise ValueError(f"state() of {group!r} shows something under {key!r} already")
 
     def end() -> None:
         if shown.get(key) is read:
@@ -214,13 +212,13 @@ def _add(entries: list[_Entry], entry: _Entry) -> Callable[[], None]:
     return remove
 
 
-def _reply(group: RayWorkerGroup, worker: WorkerProcess, ref: Any) -> Reply:
+def _reply(group: RayWorkerGroup, worker: Member, ref: Any) -> Reply:
     try:
         return Reply(worker, ray.get(ref))
     except ray.exceptions.RayTaskError as error:
         return Reply(worker, error=error.cause if isinstance(error.cause, BaseException) else error)
     except ray.exceptions.RayError as error:
-        roster = find_core(group).roster
-        lost = judge_errors(roster.judge, {worker: error})
-        roster.note(lost)
-        return Reply(worker, failure=lost[0].failure()) if lost else Reply(worker, error=error)
+        core = find_core(group)
+        lost = find_losses(core, {worker: error})
+        core.note(lost.items())
+        return Reply(worker, failure=lost[worker]) if lost else Reply(worker, error=error)

@@ -18,7 +18,7 @@ from .._start.worker_class import Method
 from .._transport.arguments import Gathered, NotPicklableError, PassedOn, PerWorker, Shard, is_inlined
 from .._transport.replies import Request
 from .._world import check_timeout
-from ..exceptions import EpochError
+from ..exceptions import StaleGroupError
 
 Axes = str | Iterable[str] | None
 
@@ -106,14 +106,14 @@ class Selection:
     largest: Mapping[str, int]  # the largest coordinate along each axis that the group has to have
 
     def apply(self, mesh: Mesh, resizes: Sequence[Resize]) -> Mesh:
-        """Return the mesh of the selected workers; raise `EpochError` if the group lacks one of the coordinates now."""
+        """Return the mesh of the selected workers; raise `StaleGroupError` if the group lacks one of them now."""
         for axis, largest in self.largest.items():
             size = mesh.sharding.get_axis_size(axis)
             if largest >= size:
                 shrinks = [one for one in resizes if one.axis == axis and one.after < one.before]
                 # The coordinate of a view of a view counts from the first one of that view.
                 went = [one for one in shrinks if one.after <= largest < one.before] or shrinks
-                raise EpochError(
+                raise StaleGroupError(
                     f"This view needs {axis}={largest}, which the group does not have any more: it was resized "
                     f"{went[-1]}. The view works again when the group has grown.",
                     went[-1].epoch,

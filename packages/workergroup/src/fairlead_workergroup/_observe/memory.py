@@ -18,10 +18,8 @@ from fairlead_placement.extension import (
     leave_agents,
 )
 
-from .._membership.judge import Evidence
-from .._membership.model import WorkerProcess
-from .._membership.roster import Roster
-from .._remote.process import mark_of, read_verdicts, start_guard
+from .._membership.model import Member
+from .._remote.process import read_verdicts, start_guard
 from .._world import Deadline
 from ..exceptions import WorkerGroupError
 from .query import ANSWER_S
@@ -61,9 +59,9 @@ class MemoryLimit:
     token: str
     limit: int
     # The workers that agents have been asked to guard. Any thread changes it, by single operations.
-    guarded: dict[WorkerProcess, None] = field(default_factory=dict, compare=False, repr=False)
+    guarded: dict[Member, None] = field(default_factory=dict, compare=False, repr=False)
 
-    def guard(self, workers: Sequence[WorkerProcess], deadline: Deadline, roster: Roster) -> None:
+    def guard(self, workers: Sequence[Member], deadline: Deadline, group: Any) -> None:
         """Make the nodes' agents end workers that pass the limit, with one request for each node.
 
         An agent that does not answer is asked again until the deadline, because it may be about to start.
@@ -73,8 +71,8 @@ class MemoryLimit:
         while unguarded:
             guarded = self._start(unguarded)
             unguarded = [worker for worker, answer in zip(unguarded, guarded, strict=True) if answer is None]
-            if unguarded and roster.ending:
-                raise roster.ended_error()
+            if unguarded and group.ending:
+                raise group.ended_error()
             if unguarded and (deadline.passed or _is_gone(unguarded[0].node_id)):
                 raise WorkerGroupError(
                     f"memory_limit cannot be enforced on {unguarded[0]}: the node's agent did not answer. Look at the "
@@ -92,12 +90,11 @@ class MemoryLimit:
             elif not is_alive:
                 self.guarded.pop(worker, None)
 
-    def _start(self, workers: Sequence[WorkerProcess]) -> list[bool | None]:
+    def _start(self, workers: Sequence[Member]) -> list[bool | None]:
         """Have agents guard workers; return whether each worker is alive, None if its agent did not answer."""
         on_node = group_pairs((worker.node_id, worker) for worker in workers)
         asks = {
-            node_id: ([(*one.key, mark_of(self.token, one.rank)) for one in its], self.token, self.limit)
-            for node_id, its in on_node.items()
+            node_id: ([(*one.key, one.mark) for one in its], self.token, self.limit) for node_id, its in on_node.items()
         }
         answers = call_in_agents(start_guard, asks, self._name, timeout_s=ANSWER_S, on_loss=self._guard_again)
         return self._by_worker(workers, on_node, answers)
@@ -113,7 +110,7 @@ class MemoryLimit:
 
     @staticmethod
     def _by_worker(
-        workers: Sequence[WorkerProcess], on_node: Mapping[str, Sequence[WorkerProcess]], answers: Mapping[str, Any]
+        workers: Sequence[Member], on_node: Mapping[str, Sequence[Member]], answers: Mapping[str, Any]
     ) -> list[Any]:
         """Return the answer for each worker, None if the agent of its node did not answer or there is none."""
         found = {
@@ -124,18 +121,17 @@ class MemoryLimit:
         }
         return [found.get(worker) for worker in workers]
 
-    def find_killed(self, workers: Sequence[WorkerProcess], within_s: float) -> dict[WorkerProcess, list[Evidence]]:
-        """Return the evidence, with both numbers, about the workers that a guard has ended."""
+    def find_killed(self, workers: Sequence[Member], within_s: float) -> dict[Member, str]:
+        """Return the cause, with both numbers, of the end of the workers that a guard has ended."""
         on_node = group_pairs((worker.node_id, worker) for worker in workers)
         asks = {node_id: ([worker.key for worker in its], self.token) for node_id, its in on_node.items()}
         sizes = self._by_worker(workers, on_node, call_in_present_agents(read_verdicts, asks, timeout_s=within_s))
         cause = f"over its memory_limit of {self.limit:,} bytes"
-        causes = {
+        return {
             worker: f"its process and those that it had started held {size:,} bytes of memory, {cause}"
             for worker, size in zip(workers, sizes, strict=True)
             if size is not None
         }
-        return {one: [Evidence("memory-guard", "gone", "out-of-memory", cause)] for one, cause in causes.items()}
 
 
 def _is_gone(node_id: str) -> bool:

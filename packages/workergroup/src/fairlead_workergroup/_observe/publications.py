@@ -2,7 +2,7 @@
 """The groups of all jobs as their processes have published them, read from any process of the cluster."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -108,12 +108,12 @@ def find_groups(*, timeout_s: float = ANSWER_S) -> list[RegisteredGroup]:
     Args:
         timeout_s: seconds for the answers of the boards. Those that do not answer in time are left out.
     """
-    return _read(find_boards(), KEY, timeout_s)
+    return _parse(read_boards(find_boards(), KEY, timeout_s=timeout_s))
 
 
-def _read(boards: Sequence[Board], prefix: str, timeout_s: float) -> list[RegisteredGroup]:
-    answers = read_boards(boards, prefix, timeout_s=timeout_s).items()
-    values = {board: values.values() for board, values in answers if not isinstance(values, Exception)}
+def _parse(answers: Mapping[Board, Any]) -> list[RegisteredGroup]:
+    """Return the groups on the boards that have answered."""
+    values = {board: values.values() for board, values in answers.items() if not isinstance(values, Exception)}
     return read_groups((board, value) for board, published in values.items() for value in published)
 
 
@@ -137,13 +137,24 @@ def read_group(group_id: str, job_id: str, worker_id: str) -> RegisteredGroup | 
     """Return a group as its process has published it last; None if no board of that process has it.
 
     It waits up to `PUBLISHED_AGAIN_S` for the group, because a process whose board has died publishes it again.
+
+    Raises:
+        WorkerGroupError: a board of that process does not answer, so that it is unknown whether the group is there.
     """
     deadline = time.monotonic() + PUBLISHED_AGAIN_S
     while True:
-        groups = _read(find_boards(job_id, worker_id), KEY + group_id, ANSWER_S)
+        answers = read_boards(find_boards(job_id, worker_id), KEY + group_id, timeout_s=ANSWER_S)
+        groups = _parse(answers)
         if groups or time.monotonic() >= deadline:
-            return max(groups, key=lambda one: one.publication, default=None)
+            break
         time.sleep(0.05)
+    silent = [answer for answer in answers.values() if isinstance(answer, Exception)]
+    if not groups and silent:
+        raise WorkerGroupError(
+            f"Group {group_id[:SHOWN_DIGITS]} cannot be looked up, because the agent of the process that made it does "
+            f"not answer: {silent[0]} Make the call again."
+        )
+    return max(groups, key=lambda one: one.publication, default=None)
 
 
 def read_groups(published: Iterable[tuple[Board | None, Any]]) -> list[RegisteredGroup]:

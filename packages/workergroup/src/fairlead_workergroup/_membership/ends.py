@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of the workers of a group, in order, until all of their processes are gone."""
+"""The end of workers, in order, until all of their processes are gone."""
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -14,9 +13,9 @@ from fairlead_placement.extension import choose_alive, collect, group_pairs, hea
 
 from .._observe.head import actors_being_made, draining_nodes
 from .._observe.query import ask_nodes
-from .._ray_private import actor_id_of
 from .._remote.process import WORKER_GRACE_S, Process, end_trees, find_children
 from .._world import Deadline
+from .model import Member
 
 logger = logging.getLogger(__name__)
 
@@ -26,28 +25,12 @@ MADE_S = 5.0
 LOOK_EVERY_S = 0.2
 # How long the nodes wait for a worker that Ray does not end, and for children that do not end.
 GONE_S = 20.0
-# The time for a last request to the nodes once that is over.
+# The time for the end of workers when the deadline is about to pass.
 LAST_LOOK_S = 5.0
 # How long an answer may take on its way.
 ANSWERED_S = 2.0
 # If a node does not answer in this time, its children are found by their marks alone.
 FIND_S = 5.0
-
-
-@dataclass(frozen=True)
-class RunningWorker:
-    """A worker that has to be ended, and what finds its process and the processes it has started."""
-
-    handle: Any = field(compare=False)
-    node_id: str
-    mark: str  # the prefix of its identity, as from `process.mark_of`
-    pid: int = 0  # until it has started
-    started: int = -1  # the start tick of the process
-
-    @property
-    def key(self) -> Process:
-        """Its pid and start tick."""
-        return self.pid, self.started
 
 
 def wait_for_cleanup(ranks: Mapping[Any, int], method: str, deadline: Deadline, is_forced: Callable[[], bool]) -> bool:
@@ -69,29 +52,31 @@ def wait_for_cleanup(ranks: Mapping[Any, int], method: str, deadline: Deadline, 
     return clean and not late
 
 
-def kill_and_wait(workers: Mapping[int, RunningWorker]) -> list[str]:
-    """End workers, given by rank, and all that they have started; log and return descriptions of what is left.
+def kill_and_wait(workers: Collection[Member], until: Deadline = Deadline()) -> list[str]:  # noqa: B008  frozen
+    """End workers and all that they have started; log and return descriptions of what is left.
 
     Rank 0 has the store of torch.distributed, so it is ended when the processes of the others are gone. If Ray's head
-    does not answer, functions on the nodes end the processes.
+    does not answer, functions on the nodes end the processes. At the deadline there is a last look of `LAST_LOOK_S`.
     """
-    others = [worker for rank, worker in sorted(workers.items(), reverse=True) if rank]
-    first = [worker for rank, worker in workers.items() if not rank]
-    children: dict[RunningWorker, list[Process]] = {}
+    deadline = time.monotonic() + max(LAST_LOOK_S, until.left(at_most=2 * GONE_S) or 0.0)
+    others = [worker for worker in sorted(workers, key=lambda worker: -worker.rank) if worker.rank]
+    first = [worker for worker in workers if not worker.rank]
+    children: dict[Member, list[Process]] = {}
     by_ray = True
     try:
         try:
-            by_ray = _wait_until_created(workers.values())
+            by_ray = _wait_until_created(workers, deadline)
             # When the parent has died, its children can no longer be found through it.
-            known = [worker for worker in workers.values() if worker.pid]
-            found = ask_nodes(known, find_children, within_s=FIND_S)
+            known = [worker for worker in workers if worker.pid]
+            within_s = min(FIND_S, max(0.1, deadline - time.monotonic()))
+            found = ask_nodes(known, find_children, within_s=within_s, asks_head=by_ray)
             children = {worker: below for worker, below in zip(known, found, strict=True) if below}
         finally:  # also after a second Ctrl-C
             _kill(others)
-        left = _wait(others, children, by_ray=by_ray)
+        left = _wait(others, children, deadline, by_ray=by_ray)
     finally:
         _kill(first)
-    left += _wait(first, children, by_ray=by_ray)
+    left += _wait(first, children, deadline, by_ray=by_ray)
     if not by_ray:
         left.append(f"{len(workers)} worker(s) whose end Ray's head has not confirmed, because it does not answer")
     if left:
@@ -99,35 +84,37 @@ def kill_and_wait(workers: Mapping[int, RunningWorker]) -> list[str]:
     return left
 
 
-def _kill(workers: Sequence[RunningWorker]) -> None:
+def _kill(workers: Sequence[Member]) -> None:
     for worker in workers:
         ray.kill(worker.handle)
 
 
 def _wait(
-    workers: Sequence[RunningWorker], children: Mapping[RunningWorker, Sequence[Process]], *, by_ray: bool
+    workers: Sequence[Member], children: Mapping[Member, Sequence[Process]], until: float, *, by_ray: bool
 ) -> list[str]:
     """Wait for the end of killed workers, end their processes, and return descriptions of those still alive."""
+    now = time.monotonic()
     if not by_ray:
-        return _end_trees(workers, children, time.monotonic() + LAST_LOOK_S, grace_s=0.0)
+        return _end_trees(workers, children, min(until, now + LAST_LOOK_S), grace_s=0.0)
     # A dead actor answers this at once with an error; nothing answers after a kill except that.
-    deadline = time.monotonic() + GONE_S
-    answers = collect({at: one.handle.__ray_ready__.remote for at, one in enumerate(workers)}, GONE_S)
+    deadline = min(until, now + GONE_S)
+    answers = collect({at: one.handle.__ray_ready__.remote for at, one in enumerate(workers)}, max(0.1, deadline - now))
     alive = [error for _, error in answers.values() if isinstance(error, ray.exceptions.GetTimeoutError)]
     left = _end_trees(workers, children, deadline, grace_s=WORKER_GRACE_S)
     return left if left or not alive else [f"{len(alive)} worker(s) that Ray has not ended within {GONE_S:g} s"]
 
 
-def _wait_until_created(workers: Iterable[RunningWorker]) -> bool:
+def _wait_until_created(workers: Collection[Member], until: float) -> bool:
     """Wait a moment for actors that Ray has not created yet; return whether Ray's head answers.
 
     If an actor is killed after Ray has leased a process for it and before it is created there, Ray (2.60) leaves the
     process behind. That process holds the slot, and the next worker in the slot waits for ever.
     """
-    ours = {actor_id_of(worker.handle) for worker in workers}
+    ours = {worker.actor_id for worker in workers}
+    within_s = min(MADE_S, max(0.1, until - time.monotonic()))
     try:
-        with head_deadline(MADE_S):
-            wait_until(lambda: not ours & actors_being_made(), time.monotonic() + MADE_S, longest_s=0.5)
+        with head_deadline(within_s):
+            wait_until(lambda: not ours & actors_being_made(), time.monotonic() + within_s, longest_s=0.5)
     except HeadTimeoutError as error:
         logger.warning("Workers are ended without Ray's head: %s", error)
         return False
@@ -145,8 +132,8 @@ def _draining_nodes() -> Collection[str]:
 
 
 def _end_trees(
-    workers: Sequence[RunningWorker],
-    children: Mapping[RunningWorker, Sequence[Process]],
+    workers: Sequence[Member],
+    children: Mapping[Member, Sequence[Process]],
     deadline: float,
     *,
     grace_s: float,
@@ -156,13 +143,13 @@ def _end_trees(
     pause = 0.1
     while by_node:
         alive = set(choose_alive(by_node))
-        within_s = max(LAST_LOOK_S, deadline - time.monotonic())
+        within_s = max(ANSWERED_S, deadline - time.monotonic())
         asks = {
             node_id: (
                 [worker.key for worker in there if worker.pid],
                 [child for worker in there for child in children.get(worker, ())],
                 [worker.mark for worker in there],
-                within_s - ANSWERED_S,
+                max(0.1, within_s - ANSWERED_S),
                 grace_s,
             )
             for node_id, there in by_node.items()
