@@ -2,7 +2,6 @@
 """Workers that tests observe without a Ray."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 from ray.util.placement_group import PlacementGroup
 
@@ -34,7 +33,6 @@ def make_observer(count: int) -> Observer:
     members = [
         Member(
             place,
-            handle=SimpleNamespace(_actor_id=place.rank.to_bytes(16)),
             actor_id=f"{place.rank:032x}",
             node_id="local",
             pid=1,

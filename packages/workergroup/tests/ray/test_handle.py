@@ -20,10 +20,10 @@ from fairlead_placement import PlacementError, RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     CallTimeoutError,
-    EpochError,
     RayWorkerBuilder,
     RayWorkerGroup,
     Shard,
+    StaleGroupError,
     WorkerFailureError,
     WorkerGroupError,
     attach,
@@ -305,12 +305,12 @@ def test_resize(local_ray):
         assert handle.call("add", Shard([1, 2, 3], "dp")).result() == [(0, 1), (1, 2), (2, 3)]
         assert view.call("square", 3).result() == [9, 9]
         assert handle.sharding_annotations.shape == {"dp": 3}
-        assert handle.epoch == group.inspect().epoch
+        assert handle.epoch == group.state().group_epoch
         last = handle.at(dp=2)
         group.resize(dp=2)
         wait_until_published(group)
         assert len(handle.call("pid").result()) == 2
-        with pytest.raises(EpochError, match="dp=2"):
+        with pytest.raises(StaleGroupError, match="dp=2"):
             last.call("pid")
 
 
@@ -321,7 +321,7 @@ def test_resize_during_a_call(local_ray):
         RayWorkerGroup(cluster, Worker, [1], sharding_annotations=NamedSharding.from_shape(dp=1)) as group,
     ):
         handle, value = group.handle(), Acting(lambda: group.resize(dp=2))
-        with pytest.raises(EpochError, match="none of its workers has run it") as raised:
+        with pytest.raises(StaleGroupError, match="none of its workers has run it") as raised:
             handle.call("take", value).result(timeout=60)
         assert (raised.value.epoch, raised.value.ran, raised.value.refused) == (1, (), (0,))
         assert handle.call("take", 0).result(timeout=60) == [(0, 1), (1, 1)]

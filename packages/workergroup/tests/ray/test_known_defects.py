@@ -11,7 +11,7 @@ import pytest
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import EpochError, RayWorkerGroup, WorkerFailureError
+from fairlead_workergroup import RayWorkerGroup, StaleGroupError, WorkerFailureError
 
 pytestmark = pytest.mark.nightly
 
@@ -70,7 +70,7 @@ def test_handles_during_a_planned_restart(group):
                 handle.call("rank", timeout=60).result()
             except WorkerFailureError as error:
                 errors.append(error)
-            except EpochError:
+            except StaleGroupError:
                 continue
 
     caller = threading.Thread(target=run, daemon=True)

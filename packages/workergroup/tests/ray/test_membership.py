@@ -157,7 +157,7 @@ class Model:
 
     def check(self):
         """The group is as the model says, unless workers are lost."""
-        assert (self.group.inspect().epoch, self.group.world_size) == (self.epoch, self.size)
+        assert (self.group.state().group_epoch, self.group.world_size) == (self.epoch, self.size)
         if self.dead:
             return
         facts = self.group.call("facts").result(timeout=120)

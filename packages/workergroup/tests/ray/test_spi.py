@@ -180,10 +180,10 @@ def test_add_state(shared_cluster):
     end = spi.add_state(group, "weights", lambda: {"version": 3})
     with pytest.raises(ValueError, match="shows something under 'weights' already"):
         spi.add_state(group, "weights", dict)
-    assert group.inspect().shown == {"weights": {"version": 3}}
+    assert group.state().shown == {"weights": {"version": 3}}
     end()
     end()
-    assert group.inspect().shown == {}
+    assert group.state().shown == {}
     spi.add_state(group, "weights", dict)
     group.shutdown()
-    assert group.inspect().shown == {}
+    assert group.state().shown == {}

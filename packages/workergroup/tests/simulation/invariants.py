@@ -59,7 +59,7 @@ class Invariants:
         for call in self._calls:
             self._check_epoch(call)
         self._check_order()
-        if self._placement is not None and not now.phase == "ended":
+        if self._placement is not None and now.phase != "ended":
             self._check_holdings(now, self._placement)
 
     def check_ended(self) -> None:

@@ -20,7 +20,6 @@ from fairlead_workergroup._calls.call import Call
 from fairlead_workergroup._calls.plan import Recipients
 from fairlead_workergroup._membership import operations, slots
 from fairlead_workergroup._membership.core import Core, PlannedCall
-from fairlead_workergroup._membership.ends import kill_and_wait
 from fairlead_workergroup._membership.losses import find_losses
 from fairlead_workergroup._membership.model import GroupState, Member, RestartPolicy
 from fairlead_workergroup._membership.owned import Owned
@@ -49,8 +48,10 @@ __all__ = [
     "actor_id_of_ref",
     "dead_actors",
     "find_ended",
+    "late_error",
     "replaced",
     "replaced_by",
+    "start_error",
 ]
 
 # What Ray tells a driver about itself.

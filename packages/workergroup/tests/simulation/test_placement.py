@@ -41,7 +41,9 @@ def test_owned():
             owned.own_worker(make_member(handle, places[0], {}))
 
         def run(work):
-            world.join([world.start_task(name, lambda one=one: work(*one)) for name, one in zip("ab", made[:2])])
+            world.join(
+                [world.start_task(name, lambda one=one: work(*one)) for name, one in zip("ab", made[:2], strict=True)]
+            )
 
         run(acquire)
         slots, _ = made[2]

@@ -134,9 +134,13 @@ def find_lost(core: Core, members: Iterable[Member], within_s: float) -> Losses:
     with head_deadline(within_s):
         noticed = look_at_head(living)
     ended = _look_at_nodes([one for one in living if one not in noticed], min(within_s, LOOK_S))
-    unnoticed = {one: one.failure("killed", NOT_NOTICED) for one in ended}
-    dead = {one: loss for one, loss in noticed.items() if loss.cause == NO_CAUSE}
-    return noticed | explain(core, dead, within_s) | explain(core, unnoticed, min(within_s, NOTICED_S))
+    dead = {one: loss for one, loss in noticed.items() if loss.kind == "killed"}
+    # Of those, Ray may notice the death soon.
+    others = {one: loss for one, loss in noticed.items() if one not in dead}
+    others |= {one: one.failure("killed", NOT_NOTICED) for one in ended}
+    found = explain(core, dead, within_s) | explain(core, others, min(within_s, NOTICED_S))
+    on_lost_nodes = [one for one, loss in noticed.items() if loss.kind == "node-lost" and found[one].kind == "killed"]
+    return found | {one: replace(found[one], kind="node-lost") for one in on_lost_nodes}
 
 
 def look_at_head(members: Collection[Member]) -> Losses:
