@@ -120,7 +120,7 @@ def train(group: RayWorkerGroup, steps: int) -> tuple[list[float], dict[int, str
             # All have the state of one of them now, and continue after its last step.
             del losses[group.call("connect", timeout=120).result()[0] :]
         if happened:
-            print(f"step {step:4}: {events[step]}, epoch {group.inspect().epoch}, {time.monotonic() - began:.1f} s")
+            print(f"step {step:4}: {events[step]}, epoch {group.state().group_epoch}, {time.monotonic() - began:.1f} s")
     return losses, events
 
 

@@ -22,7 +22,7 @@ from ray.experimental.locations import get_local_object_locations
 from fairlead_placement import PlacementError, PlacementTimeoutError, extension
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as placement_head
-from fairlead_workergroup import _ray_private
+from fairlead_workergroup import _model, _observer, _ray_private
 from fairlead_workergroup._calls import handle
 from fairlead_workergroup._membership import (
     change,
@@ -30,7 +30,6 @@ from fairlead_workergroup._membership import (
     delivery,
     ends,
     losses,
-    model,
     operations,
     provision,
     shutdown,
@@ -39,7 +38,6 @@ from fairlead_workergroup._observe import (
     display,
     head,
     memory,
-    observer,
     publications,
     query,
     registration,
@@ -174,7 +172,7 @@ def count_questions(patch: Patch) -> list[str]:
         return extension.usage_on_nodes(pids, **options)
 
     patch.setattr(query, "run_on_nodes", run_on_nodes)
-    patch.setattr(observer, "usage_on_nodes", usage_on_nodes)
+    patch.setattr(_observer, "usage_on_nodes", usage_on_nodes)
     return asked
 
 
@@ -252,7 +250,7 @@ def leave_trees_to_groups(patch: Patch) -> None:
 
 def let_nodes_report(patch: Patch, rows: Mapping[int, Mapping[str, Any] | None]) -> None:
     """Let the nodes answer a look at workers with these rows, given by rank; without one, a node is silent."""
-    patch.setattr(observer, "ask_nodes", lambda workers, *_: [rows.get(worker.rank) for worker in workers])
+    patch.setattr(_observer, "ask_nodes", lambda workers, *_: [rows.get(worker.rank) for worker in workers])
 
 
 @contextlib.contextmanager
@@ -380,7 +378,7 @@ def act_before_losses_are_judged(patch: Patch, act: Callable[[], object]) -> Non
 
 def act_before_nodes_look(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run when a status has the members of the group, and before the nodes look at them."""
-    act_before(patch, observer, "ask_nodes", act)
+    act_before(patch, _observer, "ask_nodes", act)
 
 
 def act_before_processes_are_awaited(patch: Patch, act: Callable[[], object]) -> None:
@@ -508,7 +506,7 @@ def end_actors(actors: Sequence[Any]) -> list[str]:
     """End actors as a group ends workers that have not reported; return descriptions of what is left."""
     place: Any = SimpleNamespace(coords={}, slot=SimpleNamespace(node_ip=""))
     members = [
-        model.Member(
+        _model.Member(
             SimpleNamespace(**vars(place), rank=rank),  # type: ignore[arg-type]
             handle=actor,
             actor_id=_ray_private.actor_id_of(actor),

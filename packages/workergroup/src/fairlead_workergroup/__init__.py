@@ -23,7 +23,7 @@ from ._calls.view import GroupView
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
 from ._launch import launch
-from ._membership.model import GroupState, Place
+from ._model import GroupState, Place
 from ._observe.calls import Outcome
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._options import Elastic, Restart, Timeouts

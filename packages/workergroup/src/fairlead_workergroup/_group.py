@@ -28,12 +28,12 @@ from ._membership import operations
 from ._membership.axis import find_elastic_axis
 from ._membership.change import Changes
 from ._membership.core import Core, set_core
-from ._membership.model import GroupState, Place, RestartPolicy
 from ._membership.owned import Owned
 from ._membership.provision import GroupSpec, Provisioner
 from ._membership.shutdown import Shutdown
+from ._model import GroupState, Place, RestartPolicy
 from ._observe.memory import MemoryLimit, parse_memory
-from ._observe.observer import ObservedGroup, Observer
+from ._observer import ObservedGroup, Observer
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
 from ._start.builder import ClassLike, RayWorkerBuilder
 from ._start.devices import WorkerOptions
@@ -163,8 +163,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._provisioner = Provisioner(spec, core, Owned(core), getattr(cluster, "port_range", None))
         run_hook = partial(call_hook, core)
         core.described = self._provisioner
-        core.changes = Changes(core, self._provisioner, run_hook, restart.method, elastic.on_resize)
-        self._shutdown = Shutdown(core, core.changes, self._provisioner)
+        self._changes = core.changes = Changes(core, self._provisioner, run_hook, restart.method, elastic.on_resize)
+        self._shutdown = Shutdown(core, self._changes, self._provisioner)
         set_core(self, core)
         self._observer = Observer(core)
         self._own_target = Target(core, Mesh(sharding), sharding, map_options)
@@ -217,11 +217,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     def sharding_annotations(self) -> NamedSharding:
         """The axes over the ranks."""
         return self._core.now.sharding
-
-    @property
-    def _changes(self) -> Changes:
-        assert self._core.changes is not None
-        return self._core.changes
 
     def state(self) -> GroupState:
         """Return who is in the group, its epoch, and what packages show of it, as they are now.

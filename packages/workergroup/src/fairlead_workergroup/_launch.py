@@ -17,7 +17,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._group import RayWorkerGroup
-from ._membership.model import Place
+from ._model import Place
 from ._options import Restart, Timeouts, read_option
 from ._remote.describe import undecorate
 from ._start.builder import ClassLike, RayWorkerBuilder

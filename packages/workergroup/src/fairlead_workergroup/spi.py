@@ -17,7 +17,7 @@ import ray
 from ._group import RayWorkerGroup
 from ._membership.core import Need, find_core
 from ._membership.losses import find_losses
-from ._membership.model import GroupState, Member
+from ._model import GroupState, Member
 from ._observe.publications import read_groups
 from ._observe.query import cancel_calls, late_workers
 from ._remote.outside import look_from_outside

@@ -25,7 +25,7 @@ from typing import Any
 from fairlead_placement.testing import assert_no_leaks
 
 from ._group import RayWorkerGroup
-from ._membership.model import Member
+from ._model import Member
 from ._observe.query import ANSWER_S, ask_nodes
 from ._remote import faults
 from .exceptions import WorkerGroupError

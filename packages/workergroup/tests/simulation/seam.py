@@ -17,13 +17,13 @@ from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import Place
 from fairlead_workergroup._calls.call import Call
-from fairlead_workergroup._calls.plan import Recipients
+from fairlead_workergroup._calls.plan import PlannedCall, Recipients
 from fairlead_workergroup._membership import operations, slots
-from fairlead_workergroup._membership.core import Core, PlannedCall
+from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._membership.losses import find_losses
-from fairlead_workergroup._membership.model import GroupState, Member, RestartPolicy
 from fairlead_workergroup._membership.owned import Owned
 from fairlead_workergroup._membership.slots import Slots
+from fairlead_workergroup._model import GroupState, Member, RestartPolicy
 from fairlead_workergroup._ray_private import actor_id_of, actor_id_of_ref, dead_actors
 from fairlead_workergroup._remote import facts as remote_facts
 from fairlead_workergroup._remote.process import find_ended

@@ -9,7 +9,7 @@ import ray
 from fairlead_placement import HeadTimeoutError
 from fairlead_workergroup._membership import losses
 from fairlead_workergroup._membership.losses import find_losses, find_lost, read_loss
-from fairlead_workergroup._membership.model import Member, Place
+from fairlead_workergroup._model import Member, Place
 
 
 def make_member(rank, node_id="node"):

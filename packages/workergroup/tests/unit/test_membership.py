@@ -13,9 +13,9 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup._membership import change, operations
 from fairlead_workergroup._membership.change import Changes
 from fairlead_workergroup._membership.core import Core, Sent
-from fairlead_workergroup._membership.model import GroupState, Member, RestartPolicy
 from fairlead_workergroup._membership.operations import Operation, restart_ranks
 from fairlead_workergroup._membership.provision import Staged
+from fairlead_workergroup._model import GroupState, Member, RestartPolicy
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._world import NEVER, Deadline
 from fairlead_workergroup.exceptions import LateWorker, ResizeTimeoutError, WorkerFailureError, WorkerGroupError

@@ -20,7 +20,7 @@ from fairlead_placement import PlacementError
 from fairlead_sharding import NamedSharding
 
 from .. import _world
-from .._membership.core import Core, PlannedCall, Sent
+from .._membership.core import Core, Sent
 from .._membership.losses import diagnose
 from .._observe.calls import Outcome
 from .._observe.query import cancel_calls, late_workers
@@ -32,7 +32,7 @@ from .._transport.replies import NotYet, short_traceback
 from .._transport.wait import ON_THREAD, ResultStream, Waiter, block, iterate, iterate_on_loop
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, CallTimeoutError, StaleGroupError, WorkerFailureError, WorkerGroupError
-from .plan import CallOptions, Column, Recipients, make_columns, make_requests, replicate
+from .plan import CallOptions, Column, PlannedCall, Recipients, make_columns, make_requests, replicate
 from .refusals import is_cancellation, refused_epochs, refused_error
 from .results import MultiWorkerFuture, ResultFetcher
 

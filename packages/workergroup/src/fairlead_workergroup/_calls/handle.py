@@ -16,8 +16,7 @@ from fairlead_placement.extension import ask_head, head_deadline, read_board, re
 from fairlead_sharding import NamedSharding
 
 from .._membership.core import Core
-from .._membership.model import Member, Place, Resize, RestartPolicy
-from .._observe.observer import STUCK_AFTER_S, Observer
+from .._model import Member, Place, Resize, RestartPolicy
 from .._observe.publications import (
     ANSWER_S,
     RegisteredGroup,
@@ -28,6 +27,7 @@ from .._observe.publications import (
 )
 from .._observe.registration import KEY
 from .._observe.status import WorkerStatus
+from .._observer import STUCK_AFTER_S, Observer
 from .._ray_private import actor_id_of
 from .._start.worker_class import Described, WorkerClass
 from .._world import Deadline

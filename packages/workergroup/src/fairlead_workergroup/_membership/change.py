@@ -12,6 +12,7 @@ from fairlead_placement import HeadTimeoutError
 from fairlead_placement.extension import head_deadline
 
 from .. import _world
+from .._model import Member
 from .._observe.head import alive_nodes
 from .._ray_private import end_of
 from .._world import NEVER, Deadline, wait_for_event
@@ -26,7 +27,6 @@ from ..exceptions import (
 )
 from .core import BROKEN, Core
 from .delivery import drain, explain_failure, find_late, send_facts, wait_for
-from .model import Member
 from .operations import Operation, Plan, restart_lost
 from .provision import Provisioner, Staged
 

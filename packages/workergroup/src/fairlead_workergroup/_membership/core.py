@@ -5,24 +5,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from fairlead_sharding import NamedSharding
 
 from .. import _world
-from .._calls.plan import CallOptions, Recipients, extend_request
+from .._model import GroupState, Member, Place, RestartPolicy, describe_place
+from .._observe.memory import MemoryLimit
 from .._start.worker_class import Described, Method
 from .._transport import replies
 from .._transport.replies import Request
 from .._world import Deadline, Event, wait_for_event
 from ..exceptions import CallTimeoutError, StaleGroupError, WorkerFailure, WorkerFailureError, WorkerGroupError
-from .model import GroupState, Member, Place, RestartPolicy, describe_place
-
-if TYPE_CHECKING:
-    from .._observe.memory import MemoryLimit
-    from .change import Changes
 
 CLUSTER_GONE = (
     "The cluster of this group has been shut down, and its workers with it. Reserve the cluster again, and create a "
@@ -48,38 +44,66 @@ class Need(NamedTuple):
     args: tuple[Any, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedCall:
-    """A call that is ready to be sent, now or later.
+class PlannedCall(Protocol):
+    """A call that is ready to be sent, now or later."""
 
-    Attributes:
-        method: the method, or the function in its place.
-        recipients: the workers that it reaches.
-        requests: the request to each of them.
-        began: when its caller made it.
-        deadline: of its results.
-        options: as its caller gave them.
-        sharding: the axes that it was planned on; None if its ranks were given by number.
-        is_hook: whether it belongs to the change of membership that is under way, and does not wait for it.
-        replan: plans the same call on the present axes; None if its values fit one size of the group only.
-    """
+    @property
+    def method(self) -> Method:
+        """The method, or the function in its place."""
 
-    method: Method
-    recipients: Recipients
-    requests: Sequence[Request]
-    began: float
-    deadline: Deadline
-    options: CallOptions = field(default_factory=CallOptions)
-    sharding: NamedSharding | None = None
-    is_hook: bool = False
-    replan: "Callable[[], PlannedCall] | None" = None
+    @property
+    def called(self) -> Sequence[int]:
+        """The ranks that it reaches."""
+
+    @property
+    def began(self) -> float:
+        """When its caller made it."""
+
+    @property
+    def deadline(self) -> Deadline:
+        """The deadline of its results."""
+
+    @property
+    def sharding(self) -> NamedSharding | None:
+        """The axes that it was planned on; None if its ranks were given by number."""
+
+    @property
+    def is_hook(self) -> bool:
+        """Whether it belongs to the change of membership that is under way, and does not wait for it."""
+
+    @property
+    def replan(self) -> "Callable[[], PlannedCall] | None":
+        """What plans the same call on the present axes; None if its values fit one size of the group only."""
+
+    def requests_with(self, conditions: dict[str, Any]) -> Sequence[Request]:
+        """Return the request to each of the ranks, with more conditions of how it is run."""
+
+
+class Waitable(Protocol):
+    """A change that callers wait for."""
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Wait until it is over, and raise what it has raised; return whether it is over."""
+
+
+class Changing(Protocol):
+    """The owner of the changes of a group."""
+
+    def restart_lost(self) -> Waitable:
+        """Request the restart of lost workers."""
+
+    def runs_here(self) -> bool:
+        """Return whether the calling thread is the one that changes the group."""
+
+    def describe_running(self) -> str:
+        """Return what a call waits for; an empty text if nothing is under way."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sent:
     """A call that has been sent, with a reply from each of its ranks."""
 
-    call: PlannedCall
+    call: Any  # a `PlannedCall`
     replies: list[Any]
     epoch: int
 
@@ -102,7 +126,7 @@ class Core:
         *,
         policy: RestartPolicy,
         call_timeout_s: float | None = None,
-        memory_limit: "MemoryLimit | None" = None,
+        memory_limit: MemoryLimit | None = None,
         remedy: str = "",
     ) -> None:
         self.name_prefix = name
@@ -110,7 +134,7 @@ class Core:
         self.call_timeout_s = call_timeout_s
         self.memory_limit = memory_limit
         self.described: Described  # set before the first call
-        self.changes: Changes | None = None  # set by the process that makes the group
+        self.changes: Changing | None = None  # set by the process that makes the group
         self.checks: list[Callable[[str, Sequence[int]], Need | None]] = []  # of packages; see spi
         self.shown: dict[str, Callable[[], Any]] = {}  # what packages show of the group, by the key of each
         # By rank, changed in place by restarts; empty after the end. Users may hold both lists.
@@ -369,7 +393,7 @@ class Core:
 
     def admit(self, call: PlannedCall) -> tuple[GroupState, list[Need]] | list[WorkerFailure]:
         """Return the members and the needs of a call that may be sent; or the lost workers that it has to wait for."""
-        now, called = self.now, call.recipients.called
+        now, called = self.now, call.called
         if now.phase == "ended":
             raise self.ended_error()
         self.connection.check()
@@ -402,14 +426,11 @@ class Core:
         if isinstance(admitted, list):
             return admitted
         now, needs = admitted
-        requests = call.requests
         conditions: dict[str, Any] = {} if self.is_owner else {"epoch": now.group_epoch}
         if needs and self.described.worker_class.concurrent:
             conditions["needs"] = [tuple(need) for need in needs]
-        if conditions:
-            requests = [extend_request(request, call.method, conditions) for request in requests]
-        handles = [now.members[rank].handle for rank in call.recipients.called]
-        return Sent(call, replies.submit(handles, requests), now.group_epoch)
+        handles = [now.members[rank].handle for rank in call.called]
+        return Sent(call, replies.submit(handles, call.requests_with(conditions)), now.group_epoch)
 
     # Errors.
 
@@ -430,7 +451,7 @@ class Core:
         if self.changes is not None:
             reason = self.changes.describe_running() or reason
         waited_s = _world.current.now() - call.began
-        return CallTimeoutError(call.method.name, waited_s, len(call.recipients.called), (), reason)
+        return CallTimeoutError(call.method.name, waited_s, len(call.called), (), reason)
 
 
 _cores: weakref.WeakKeyDictionary[object, Core] = weakref.WeakKeyDictionary()

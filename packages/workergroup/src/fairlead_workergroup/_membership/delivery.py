@@ -9,6 +9,7 @@ import ray
 from ray import ObjectRef
 
 from .. import _world
+from .._model import Member
 from .._observe.display import Bar
 from .._observe.query import late_workers
 from .._remote.facts import apply_facts, do_nothing
@@ -16,7 +17,6 @@ from .._world import Deadline
 from ..exceptions import FailureKind, LateWorker, WorkerFailure
 from .core import Core
 from .losses import find_losses
-from .model import Member
 
 # When a worker has failed, the others may wait for it in a collective, and nothing good comes of that.
 OTHERS_S = 10.0

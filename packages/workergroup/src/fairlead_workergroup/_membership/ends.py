@@ -11,11 +11,11 @@ import ray
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement.extension import choose_alive, collect, group_pairs, head_deadline, run_on_nodes, wait_until
 
+from .._model import Member
 from .._observe.head import actors_being_made, draining_nodes
 from .._observe.query import ask_nodes
 from .._remote.process import WORKER_GRACE_S, Process, end_trees, find_children
 from .._world import Deadline
-from .model import Member
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from ray.exceptions import RayTaskError
 from fairlead_placement.extension import choose_alive, collect, head_deadline
 
 from .. import _world
+from .._model import Member
 from .._observe.head import dead_actors
 from .._observe.query import ask_nodes
 from .._observe.remote_errors import explain_errors
@@ -25,7 +26,6 @@ from .._transport import replies
 from .._world import NEVER, Deadline
 from ..exceptions import FailureKind, WorkerFailure
 from .core import Core
-from .model import Member
 
 _LOST = (
     ray.exceptions.ActorDiedError,

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from fairlead_placement import HeadTimeoutError, Slot
 from fairlead_sharding import NamedSharding
 
+from .._model import GroupState, Resize
 from .._observe.head import alive_nodes, read_placement_group
 from .._world import Deadline
 from ..exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError
 from .axis import check_sizes, check_tied_groups, resize_mesh
 from .core import CLUSTER_GONE, Core
 from .losses import CAUSE_S, find_lost
-from .model import GroupState, Resize
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import ray
 from fairlead_placement import PlacementError
 
 from .. import _world
+from .._model import Member
 from .._world import Deadline
 from .core import Core
 from .ends import kill_and_wait
-from .model import Member
 
 logger = logging.getLogger(__name__)
 

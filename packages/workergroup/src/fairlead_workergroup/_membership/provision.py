@@ -17,6 +17,7 @@ from fairlead_placement.extension import group_pairs, head_deadline
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
+from .._model import GroupState, Member, Place, configure_ask
 from .._observe.memory import MemoryLimit
 from .._observe.publications import ANSWER_S
 from .._observe.query import look_at_starts
@@ -32,7 +33,6 @@ from .._transport.arguments import Arguments, NotPicklableError
 from .._world import Deadline
 from .core import Core
 from .losses import find_losses
-from .model import GroupState, Member, Place, configure_ask
 from .owned import Owned
 from .slots import Slots
 

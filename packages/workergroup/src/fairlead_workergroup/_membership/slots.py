@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from fairlead_placement import PlacementError, RayVirtualCluster, ResourceInsufficientError, Slot
 from fairlead_placement.extension import claim_slots
 
+from .._model import GroupState, Place
 from .._observe.head import alive_nodes, draining_nodes
 from .._start.layout import choose_slots, move_places, resize_places
 from .._world import Deadline
 from ..exceptions import WorkerFailure, WorkerFailureError
 from .core import Core
-from .model import GroupState, Place
 from .owned import Owned
 
 

@@ -18,7 +18,7 @@ from fairlead_placement.extension import (
     leave_agents,
 )
 
-from .._membership.model import Member
+from .._model import Member
 from .._remote.process import read_verdicts, start_guard
 from .._world import Deadline
 from ..exceptions import WorkerGroupError

@@ -10,7 +10,7 @@ import ray
 
 from fairlead_placement.extension import choose_alive, group_pairs, run_on_nodes
 
-from .._membership.model import Member
+from .._model import Member
 from .._remote.outside import look_from_outside
 from .._remote.process import Process
 from .._remote.progress import cancel_tasks, read_records

@@ -9,7 +9,7 @@ import ray
 
 from fairlead_placement.extension import await_published, publish, withdraw
 
-from .._membership.model import GroupState, Member, Place
+from .._model import GroupState, Member, Place
 
 # Of the published data; readers of another version leave the group out.
 SCHEMA = 3

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError, UnserializableException
 
-from .._membership.model import Member
+from .._model import Member
 from ..exceptions import RemoteError
 
 

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement.extension import ask_head, run_each
 
-from .._membership.model import Member, Place
+from .._model import Member, Place
 from .._observe.display import Bar
 from .._observe.query import WorkerLook
 from .._observe.remote_errors import remote_traceback

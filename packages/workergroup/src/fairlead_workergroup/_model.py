@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 
-from ..exceptions import MOST_SHOWN, FailureKind, WorkerFailure, format_coords
+from .exceptions import MOST_SHOWN, FailureKind, WorkerFailure, format_coords
 
 Phase = Literal["starting", "serving", "broken", "ended"]
 

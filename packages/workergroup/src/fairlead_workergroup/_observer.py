@@ -9,13 +9,13 @@ from typing import Any
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement.extension import choose_alive, group_pairs, head_deadline, usage_on_nodes
 
-from .._membership.core import Core
-from .._membership.losses import LOOK_S, NOT_NOTICED, explain, look_at_head
-from .._membership.model import Member
-from .._remote.progress import look
-from .query import ANSWER_S, HEAD_S, ask_nodes, logger
-from .status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
-from .stuck import add_odd_ranks, find_innermost
+from ._membership.core import Core
+from ._membership.losses import LOOK_S, NOT_NOTICED, explain, look_at_head
+from ._model import Member
+from ._observe.query import ANSWER_S, HEAD_S, ask_nodes, logger
+from ._observe.status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
+from ._observe.stuck import add_odd_ranks, find_innermost
+from ._remote.progress import look
 
 STUCK_AFTER_S = 300.0
 # The entries of a node's answer that a status and a stuck worker show.
