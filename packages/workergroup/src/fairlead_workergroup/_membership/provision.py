@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fairlead_placement import (
@@ -33,6 +33,7 @@ from .._transport.arguments import Arguments, NotPicklableError
 from .._world import Deadline
 from .core import Core
 from .losses import find_losses
+from .operations import Plan
 from .owned import Owned
 from .slots import Slots
 
@@ -76,7 +77,6 @@ class Staged:
     state: GroupState  # its members that have not started have no actor
     launch: LaunchPlan
     lease: PortLease | None  # of the master port; None until the old workers that use it have ended
-    started: dict[int, Member] = field(default_factory=dict)
 
     def variables(self) -> tuple[Mapping[str, str], ...]:
         """Return the environment variables that describe each rank."""
@@ -140,26 +140,21 @@ class Provisioner(Described):
     def acquire(
         self,
         before: GroupState,
+        plan: Plan,
         until: Deadline,
-        *,
-        sharding: NamedSharding,
-        starting: Collection[int],
-        moved: Sequence[int],
-        counted: Collection[int],
-        slots: Sequence[Slot] | None,
-        new_port: bool,
     ) -> Staged:
         """Get slots, the environment of new workers, and if survivors use the present one, a port."""
-        places, size = before.places, sharding.size
+        places, sharding, starting = before.places, plan.sharding, {*plan.new, *plan.replaced}
+        size = sharding.size
         is_resize = size != len(places)
         if is_resize:
             self.slots.note_extensions()
-        if moved:
-            places = self.slots.move(places, moved)
-        stays = [rank for rank in starting if rank < len(places) and rank not in moved]
+        if plan.moved:
+            places = self.slots.move(places, plan.moved)
+        stays = [rank for rank in sorted(starting) if rank < len(places) and rank not in plan.moved]
         places = self.slots.avoid_unusable(places, stays, before, until)
         if is_resize:
-            places = self.slots.resize(places, size, before, slots)
+            places = self.slots.resize(places, size, before, plan.slots)
         places = tuple(dataclasses.replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places)
         launch = self._planned
         if places != before.places:
@@ -171,14 +166,14 @@ class Provisioner(Described):
                 members.append(dataclasses.replace(before.members[place.rank], place=place))
             elif place.rank < len(before.members):
                 old = before.members[place.rank]
-                counts = old.restarts + (place.rank in counted)
+                counts = old.restarts + (place.rank in plan.counted)
                 members.append(self._next_member(before, place, old.incarnation + 1, counts))
             else:
                 gone = before.departed.get(place.rank)
                 members.append(self._next_member(before, place, 0 if gone is None else gone.incarnation + 1, 0))
         lease = self._lease
         # With one port, the next processes use it when the old ones have ended.
-        if lease is None or (new_port and not self.has_one_port) or lease.node_id != places[0].slot.node_id:
+        if lease is None or (plan.new_port and not self.has_one_port) or lease.node_id != places[0].slot.node_id:
             has_survivors = any(rank not in starting for rank in range(len(before.members)))
             lease = self._lease_port(places[0].slot, until) if has_survivors else None
         state = dataclasses.replace(before, sharding=sharding, members=tuple(members))
@@ -212,7 +207,6 @@ class Provisioner(Described):
         members = self._construct(staged, members, until, check)
         if self.spec.memory_limit is not None:
             self.spec.memory_limit.guard([*members.values()], until, self._core)
-        staged.started |= members
         return members
 
     def publish(self, starting: Mapping[int, Member] | None = None, *, wait: bool = False) -> None:
