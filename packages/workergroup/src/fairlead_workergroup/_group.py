@@ -125,8 +125,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         timeouts = read_option("timeouts", timeouts, Timeouts)
         strategy: Strategy = flat.get("load_balancing_strategy", "round_robin")
         map_options = MapOptions(strategy=strategy, move_items=flat.get("enable_load_balancing", False))
-        compression = check_compression(flat.get("enable_gradient_compression", False))
-        backend = getattr(cluster, "communication_backend", None)
         # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
         limit = None if memory_limit is None else MemoryLimit(token, parse_memory(memory_limit))
@@ -139,7 +137,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             python=choose_python(python, builder.ray_actor_class_fqn),
             env_vars=env_vars,
             options=read_option("worker", worker, WorkerOptions),
-            facts={"communication_backend": backend, "gradient_compression": compression},
+            compression=check_compression(flat.get("enable_gradient_compression", False)),
             memory_limit=limit,
             token=token,
             concurrent=async_communication,

@@ -203,7 +203,7 @@ def _constructor_parameters(cls: type | None) -> Collection[str]:
 
 
 def _check_start(init_args: object, init_kwargs: object, timeout_s: object, gpus: object) -> None:
-    """Refuse arguments of a constructor that are not in a list and a dict, and a timeout and GPUs that are not numbers."""
+    """Refuse arguments of a constructor that are not in a list and a dict, and numbers that are none."""
     for name, value, kinds in (("init_args", init_args, (list, tuple)), ("init_kwargs", init_kwargs, (dict,))):
         if not isinstance(value, kinds):
             raise TypeError(f"{name} must be a {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")

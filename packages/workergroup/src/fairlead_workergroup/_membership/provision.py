@@ -53,7 +53,7 @@ class GroupSpec:
     python: str | VenvSpec | None
     env_vars: EnvVars
     options: WorkerOptions
-    facts: Mapping[str, Any]  # that `current_worker` returns in every worker
+    compression: str | None  # of gradients
     memory_limit: MemoryLimit | None
     token: str  # identifies the group among all groups of all drivers
     concurrent: bool | Literal["auto"]  # whether async methods overlap; "auto" if there are any
@@ -282,7 +282,11 @@ class Provisioner(Described):
         """Send the facts and the constructor's arguments to new actors, and wait until they have started."""
         spec, arguments, launch = self.spec, self._stored, staged.launch
         configured = Arguments()
-        shared = {**spec.facts, "layout": arguments.layout_of(launch.sharding)}
+        shared = {
+            "communication_backend": getattr(spec.cluster, "communication_backend", None),
+            "gradient_compression": spec.compression,
+            "layout": arguments.layout_of(launch.sharding),
+        }
         state = dataclasses.replace(staged.state, variables=staged.variables())
         slots_on = group_pairs((worker.place.slot.node_id, worker.place.slot) for worker in launch.workers)
         refs = []
