@@ -37,7 +37,7 @@ pytestmark = pytest.mark.nightly
 
 
 def epoch():
-    return current_worker().epoch
+    return current_worker().group_epoch
 
 
 class Worker:
@@ -163,7 +163,7 @@ def test_refused(group, way):
         with pytest.raises(StaleGroupError, match="none of its workers has run it") as raised:
             ways[way]()
         assert (raised.value.ran, raised.value.refused) == ((), (0, 1, 2, 3))
-        assert raised.value.epoch == group.state().group_epoch == call.epoch + 1
+        assert raised.value.epoch == group.state().group_epoch == call.group_epoch + 1
         assert group.call("take_runs").result() == [0] * 4
         assert handle.call("take").result() == [(rank, group.state().group_epoch) for rank in range(4)]
 

@@ -52,7 +52,7 @@ class Worker:
 
     def __init__(self):
         self.seen = []
-        self.started = current_worker().epoch
+        self.started = current_worker().group_epoch
         if os.path.exists(os.environ.get("FAIL_TO_START", "")):
             raise OSError("no room")
 
@@ -69,7 +69,7 @@ class Worker:
         worker, env = current_worker(), os.environ
         assert (int(env["RANK"]), int(env["WORLD_SIZE"])) == (worker.rank, worker.world_size)
         assert worker.sharding.size == worker.world_size
-        return worker.epoch, worker.world_size, int(env["MASTER_PORT"]), int(env["LOCAL_WORLD_SIZE"])
+        return worker.group_epoch, worker.world_size, int(env["MASTER_PORT"]), int(env["LOCAL_WORLD_SIZE"])
 
     def history(self):
         return self.seen
@@ -79,12 +79,12 @@ class Worker:
 
     def sleep(self, seconds):
         time.sleep(seconds)
-        return current_worker().epoch
+        return current_worker().group_epoch
 
     def wait_for(self, path):
         while not os.path.exists(path):
             time.sleep(0.02)
-        return current_worker().epoch
+        return current_worker().group_epoch
 
     def add(self, value):
         return current_worker().rank, value
@@ -121,7 +121,7 @@ def test_grow_and_shrink(cluster):
         port, first, last = group.master_port, group.at(dp=0), group.at(dp=1)
         rest, pair = group.at(dp=slice(1, None)), group.at(dp=slice(0, 2))
         call = group.call("facts")
-        assert (group.state().group_epoch, call.epoch, {facts[0] for facts in call.result()}) == (0, 0, {0})
+        assert (group.state().group_epoch, call.group_epoch, {facts[0] for facts in call.result()}) == (0, 0, {0})
 
         assert group.resize(dp=3) == group.state().group_epoch == 1
         assert (group.world_size, group.sharding_annotations.shape) == (6, {"dp": 3, "tp": 2})
@@ -129,7 +129,7 @@ def test_grow_and_shrink(cluster):
         assert group.master_port != port
         call = group.call("facts")
         assert call.result() == [(1, 6, group.master_port, 6)] * 6
-        assert call.epoch == 1
+        assert call.group_epoch == 1
         assert [len(history) for history in group.call("history").result()] == [1] * 6
         statuses = group.get_worker_status()
         assert [one.pid for one in statuses][:4] == pids
@@ -303,14 +303,14 @@ def test_calls_in_flight_finish(group):
     def call():
         while group.state().group_epoch == epoch:
             made = group.call("facts")
-            results.append((made.epoch, made.result()))
+            results.append((made.group_epoch, made.result()))
 
     with_others = threading.Thread(target=call)
     with_others.start()
     group.resize(dp=1)
     with_others.join(timeout=60)
     assert running.result() == [epoch] * 2
-    assert (queued.epoch, queued.result()) == (epoch, [0, 1])
+    assert (queued.group_epoch, queued.result()) == (epoch, [0, 1])
     results.append((group.state().group_epoch, group.call("facts").result()))
     for epoch, facts in results:
         assert {(one[0], one[1]) for one in facts} == {(epoch, len(facts))}
@@ -523,7 +523,7 @@ class Overlapping:
 
     async def epoch_after(self, seconds, *more):
         await asyncio.sleep(seconds)
-        return current_worker().epoch
+        return current_worker().group_epoch
 
 
 @ray.remote(num_cpus=0)
@@ -542,7 +542,7 @@ def test_overlapping_calls_end_in_their_epoch(cluster):
         late = group.call("epoch_after", 0.0, make_slowly.remote())
         assert group.resize(dp=3) == 1
         assert [call.result() for call in calls] == [[0, 0]] * 3
-        assert [call.epoch for call in calls] == [0] * 3
+        assert [call.group_epoch for call in calls] == [0] * 3
         assert late.result() in ([0, 0], [1, 1])
         assert group.call("epoch_after", 0.0).result() == [1] * 3
         assert group.resize(dp=1) == 2

@@ -37,7 +37,7 @@ class Worker:
 
     def facts(self):
         worker = current_worker()
-        return worker.rank, worker.epoch, worker.incarnation, os.environ["RANK"], self.value
+        return worker.rank, worker.group_epoch, worker.incarnation, os.environ["RANK"], self.value
 
     def load(self):
         self.value = None

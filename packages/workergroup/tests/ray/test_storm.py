@@ -43,8 +43,8 @@ class Worker:
 
     def step(self, caller, number):
         me = current_worker()
-        os.write(self.log, f"{caller} {number} {me.rank} {me.epoch} {me.world_size}\n".encode())
-        return me.rank, me.epoch, me.world_size
+        os.write(self.log, f"{caller} {number} {me.rank} {me.group_epoch} {me.world_size}\n".encode())
+        return me.rank, me.group_epoch, me.world_size
 
 
 @dataclass

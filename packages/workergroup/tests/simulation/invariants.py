@@ -128,8 +128,8 @@ class Invariants:
             return
         numbers = {future.number for future in call.futures if not future.has_failed}
         ran = {one.number: one.epoch for actor in self._ray.actors for one in actor.worker.ran if one.number in numbers}
-        mixed = {number: epoch for number, epoch in ran.items() if epoch != call.epoch}
-        assert not mixed, f"epoch of a call: {call} of epoch {call.epoch} ran in {mixed}"
+        mixed = {number: epoch for number, epoch in ran.items() if epoch != call.group_epoch}
+        assert not mixed, f"epoch of a call: {call} of epoch {call.group_epoch} ran in {mixed}"
 
     def _check_order(self) -> None:
         """Check that all workers began the calls in one order."""

@@ -253,8 +253,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         return list(self._ranks)
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the group in which the workers run the call; see `GroupState.epoch`.
+    def group_epoch(self) -> int:
+        """The epoch of the group in which the workers run the call; see `GroupState`.
 
         If the call is not sent yet, wait for that until its deadline. Of a call that was repeated after a restart, it
         is the epoch of the last repetition.

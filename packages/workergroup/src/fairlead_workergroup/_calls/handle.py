@@ -135,7 +135,7 @@ class GroupHandle(TypedCalls):
         return self._identity.group_id
 
     @property
-    def epoch(self) -> int:
+    def group_epoch(self) -> int:
         """The epoch of the group that the handle has read last."""
         return self._connect().now.group_epoch
 

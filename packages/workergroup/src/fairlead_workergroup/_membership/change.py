@@ -179,10 +179,11 @@ class Changes:
                 change.context.run(self._carry_out, change)
             except BaseException as error:  # noqa: BLE001  raised by those who wait
                 change.error = error
+            # Calls of event loops that have waited may need a worker that is lost now.
+            needs_restart = self._core.end_change(change.error)
             with self._lock:  # before those who wait may request the next one
                 self._running = None
-                # Calls of event loops that have waited may need a worker that is lost now.
-                if self._core.end_change(change.error):
+                if needs_restart:
                     again = Change(restart_lost(), self._provisioner.deadline(None), self._core, is_shared=True)
                     self._queue.append(again)
             change.done.set()
