@@ -56,9 +56,10 @@ def kill_and_wait(workers: Collection[Member], until: Deadline = Deadline()) -> 
     """End workers and all that they have started; log and return descriptions of what is left.
 
     Rank 0 has the store of torch.distributed, so it is ended when the processes of the others are gone. If Ray's head
-    does not answer, functions on the nodes end the processes. At the deadline there is a last look of `LAST_LOOK_S`.
+    does not answer, functions on the nodes end the processes. It takes less time than is left, because other things are
+    returned after it, but `LAST_LOOK_S` in any case.
     """
-    deadline = time.monotonic() + max(LAST_LOOK_S, until.left(at_most=2 * GONE_S) or 0.0)
+    deadline = time.monotonic() + max(LAST_LOOK_S, 0.8 * (until.left(at_most=2 * GONE_S) or 0.0))
     others = [worker for worker in sorted(workers, key=lambda worker: -worker.rank) if worker.rank]
     first = [worker for worker in workers if not worker.rank]
     children: dict[Member, list[Process]] = {}
@@ -143,7 +144,7 @@ def _end_trees(
     pause = 0.1
     while by_node:
         alive = set(choose_alive(by_node))
-        within_s = max(ANSWERED_S, deadline - time.monotonic())
+        within_s = max(0.5, deadline - time.monotonic())
         asks = {
             node_id: (
                 [worker.key for worker in there if worker.pid],
