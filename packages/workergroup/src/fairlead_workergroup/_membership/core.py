@@ -228,11 +228,14 @@ class Core:
         with self.turn:
             members, reports = list(self.now.members), []
             for member, failure in lost:
-                now = members[member.rank] if self.is_present(member) else None
-                if now is not None and (override or now.lost is None):
-                    # What it counts may be more than now.
-                    now = members[member.rank] = replace(member if override else now, lost=failure)
-                reports.append((now and now.lost) or failure)
+                now = self.now.departed.get(member.rank)
+                if self.is_present(member):
+                    now = members[member.rank]
+                    if override or now.lost is None:
+                        # What it counts may be more than now.
+                        now = members[member.rank] = replace(member if override else now, lost=failure)
+                is_same = now is not None and now.actor_id == member.actor_id
+                reports.append((now.lost if now is not None and is_same else None) or failure)
             self.advance(members=tuple(members), phase="broken" if breaks else self.now.phase)
             return reports
 

@@ -128,5 +128,5 @@ class Owned:
 
     def _note_failure(self, what: str, error: Exception) -> None:
         if self._core.connected:
-            logger.warning("Cannot %s of %r: %s", what, self._core.name_prefix, error)
+            logger.warning("Cannot %s: %s", what, error)
             self._succeeded = False
