@@ -690,9 +690,11 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         ends = [*map(end_of, self.futures), *(items[-1] for items in self._items.values() if items)]
         name = self._planned.method.name
         failure = diagnose(list(dict.fromkeys(ends)), error, self._core, name, self._planned.deadline)
-        if not isinstance(failure, WorkerFailureError) and not self._core.is_owner and self._find_refusals():
-            return self._refused_error()
-        return failure
+        if isinstance(failure, WorkerFailureError) or self._core.is_owner:
+            return failure
+        # The error of an item may be here before its generator has ended.
+        is_refused = refused_epochs(error) is not None or self._find_refusals()
+        return self._refused_error() if is_refused else failure
 
     def _find_errors(self) -> dict[int, BaseException | None]:
         """Return the error of each worker that has finished, by position; None if it has none, or had items before.
