@@ -3,7 +3,6 @@
 
 import contextlib
 import os
-import signal
 import threading
 import time
 
@@ -38,19 +37,6 @@ def test_deadline_of_a_resize_with_a_stopped_agent(group, agent_pids, stop_proce
         with contextlib.suppress(Exception):
             group.resize(dp=3, timeout=5)
         assert time.monotonic() - began < 7
-
-
-def test_deadline_of_a_shutdown_without_a_raylet(raylets):
-    """`shutdown(timeout=...)` returns by its deadline, also after the raylet of the workers was killed."""
-    quiet = {"logging_level": "error", "log_to_driver": False}
-    with raylets({"num_cpus": 0}, [{"num_cpus": 2}], **quiet) as nodes:
-        reserved = RayVirtualCluster([2], use_gpus=False)
-        group = RayWorkerGroup(reserved, Worker)
-        (node,) = nodes.worker_nodes
-        os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
-        began = time.monotonic()
-        group.shutdown(timeout=8)
-        assert time.monotonic() - began < 10
 
 
 def test_handles_during_a_planned_restart(group):

@@ -61,7 +61,7 @@ def send(group, function, *args, ranks=None, **options):
     pickled = ray.cloudpickle.dumps(function)
     chosen = range(group.world_size) if ranks is None else ranks
     return {
-        rank: (snapshot[rank].process, spi.send_function(snapshot[rank], "a function", pickled, *args, **options))
+        rank: (snapshot[rank], spi.send_function(snapshot[rank], "a function", pickled, *args, **options))
         for rank in chosen
     }
 
@@ -102,7 +102,7 @@ def test_functions_and_replies(gate, wait_until_running):
         assert replies[2].is_good
         after = spi.read_members(group)
         assert after.version > before.version
-        assert after[0].failure is not None
+        assert after[0].lost is not None
         with pytest.raises(WorkerFailureError):
             group.call("value")
         group.shutdown()
@@ -175,7 +175,7 @@ def test_check_calls(shared_cluster, puts, requests):
 
 
 def test_add_state(shared_cluster):
-    """`inspect` shows what packages know of a group, each under a key of its own, until they end that."""
+    """`state` shows what packages know of a group, each under a key of its own, until they end that."""
     group = RayWorkerGroup(shared_cluster, Worker, [1])
     end = spi.add_state(group, "weights", lambda: {"version": 3})
     with pytest.raises(ValueError, match="shows something under 'weights' already"):
