@@ -91,14 +91,16 @@ class Owned:
         return left
 
     def close(self, until: Deadline) -> bool:
-        """End the workers, then return everything else; return whether all of that succeeded."""
+        """End the workers, then return everything else; return whether all of that succeeded.
+
+        After Ctrl-C in it, call it again: it does what has not been done.
+        """
         with self._lock:
             self.closed = True
-            workers, self._workers = [*self._workers.values()], {}
-            releases, self._releases = self._releases, {}
+            workers, keys = [*self._workers.values()], [*self._releases]
         with ExitStack() as steps:  # each of them is done, also after Ctrl-C in another one
-            for key, release in releases.items():
-                steps.callback(self._release, key, release)
+            for key in keys:
+                steps.callback(self.drop, [key])
             steps.callback(self._end_all, workers, until)
         return self._succeeded
 
@@ -117,6 +119,8 @@ class Owned:
             self._succeeded &= not self.end(workers, until)
         except ray.exceptions.RayError as error:
             self._note_failure("end the workers", error)
+        with self._lock:  # those that are left were logged
+            self._workers.clear()
 
     def _release(self, key: Key, release: Callable[[], object]) -> None:
         if key[0] != "slot" and not self._core.connected:
