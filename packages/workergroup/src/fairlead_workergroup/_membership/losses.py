@@ -24,7 +24,7 @@ from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
 from .._transport import replies
 from .._world import NEVER, Deadline
-from ..exceptions import FailureKind, WorkerFailure
+from ..exceptions import FailureKind, StaleGroupError, WorkerFailure
 from .core import Core
 
 _LOST = (
@@ -204,6 +204,9 @@ def diagnose(
     lost = find_losses(core, failed, silent=silent, within_s=deadline.left(at_most=ENDED_S) or 0.0)
     if lost:
         failure = core.failure_error(core.note(sorted(lost.items(), key=lambda one: one[0].rank)))
+        if isinstance(failure, StaleGroupError):  # the call was sent, so that any of them may have run it
+            called = (core.find(replies.actor_of(ref)) for ref in refs)
+            failure = replace(failure, ran=tuple(sorted({one.rank for one in called if one is not None})))
         failure.__cause__ = next(iter(failed.values()), first)
         return failure
     return explain_errors(failed, method) if failed else first
