@@ -26,7 +26,7 @@ PAGE = b"fairlead-tree-"
 # Ray takes about 5 s at worst to end a worker. A function on its node kills it if it is alive after this time.
 WORKER_GRACE_S = 8.0
 # How long children may take to end after SIGTERM before they get SIGKILL.
-CHILD_GRACE_S = 2.0
+CHILD_GRACE_S = 1.0
 # How long a process may take to end after SIGKILL.
 KILLED_S = 4.0
 # The pause between two searches for processes that are ending, because they may start others.
