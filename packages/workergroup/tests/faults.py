@@ -153,6 +153,12 @@ def let_boards_have(patch: Patch, boards: Mapping[Any, Mapping[str, Any] | Excep
     patch.setattr(publications, "read_boards", lambda found, prefix, timeout_s: {one: boards[one] for one in found})
 
 
+def read_published(patch: Patch, group_id: str) -> Any:
+    """Return the group with an id as a handle finds it, without waiting for one that is about to be published."""
+    patch.setattr(publications, "PUBLISHED_AGAIN_S", 0.0)
+    return publications.read_group(group_id, "01", "a")
+
+
 def find_groups() -> list[Any]:
     """Return the groups of all jobs, as those who look from outside see them."""
     return list(publications.find_groups())

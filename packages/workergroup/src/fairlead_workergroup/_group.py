@@ -125,7 +125,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         timeouts = read_option("timeouts", timeouts, Timeouts)
         strategy: Strategy = flat.get("load_balancing_strategy", "round_robin")
         map_options = MapOptions(strategy=strategy, move_items=flat.get("enable_load_balancing", False))
-        compression = check_compression(flat.get("enable_gradient_compression", False))
         # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
         limit = 0 if memory_limit is None else parse_memory(memory_limit)
@@ -138,10 +137,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             python=choose_python(python, builder.ray_actor_class_fqn),
             env_vars=env_vars,
             options=read_option("worker", worker, WorkerOptions),
-            facts={
-                "communication_backend": getattr(cluster, "communication_backend", None),
-                "gradient_compression": compression,
-            },
+            compression=check_compression(flat.get("enable_gradient_compression", False)),
             memory_limit=limit,
             token=token,
             concurrent=async_communication,
@@ -150,28 +146,42 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         )
         self.cluster = cluster
         self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
-        slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
-        places = lay_out(
-            slots, prefix=self.name_prefix, workers_per_node=workers_per_node, bundle_indices_list=bundle_indices_list
-        )
-        sharding = check_sharding(sharding_annotations, len(places))
-        places = tuple(replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places)
+        places, sharding = self._lay_out(workers_per_node, bundle_indices_list, sharding_annotations)
         policy = RestartPolicy(restart.on_failure, restart.max_restarts, restart.scope)
         self._core = core = Core(
             self.name_prefix, places, sharding, policy=policy, call_timeout_s=timeouts.call_s, memory_limit=limit
         )
-        self._provisioner = Provisioner(spec, core, Owned(core), getattr(cluster, "port_range", None))
-        run_hook = partial(call_hook, core)
+        self._own_target = Target(core, Mesh(sharding), sharding, map_options)
+        self._assemble(spec, restart.method, elastic.on_resize)
+        self._start()
+
+    def _lay_out(
+        self,
+        workers_per_node: int | Sequence[int] | None,
+        bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None,
+        given: NamedSharding | None,
+    ) -> tuple[tuple[Place, ...], NamedSharding]:
+        """Return the places of all ranks, and the axes over them."""
+        slots = self.cluster.slots() if isinstance(self.cluster, RayVirtualCluster) else tuple(self.cluster)
+        places = lay_out(
+            slots, prefix=self.name_prefix, workers_per_node=workers_per_node, bundle_indices_list=bundle_indices_list
+        )
+        sharding = check_sharding(given, len(places))
+        return tuple(replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places), sharding
+
+    def _assemble(self, spec: GroupSpec, on_restart: str | None, on_resize: str | None) -> None:
+        """Make the parts around the core of the group."""
+        core = self._core
+        self._provisioner = Provisioner(spec, core, Owned(core), getattr(self.cluster, "port_range", None))
         core.described = self._provisioner
-        self._changes = core.changes = Changes(core, self._provisioner, run_hook, restart.method, elastic.on_resize)
+        self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
+        core.changes = self._changes
         self._shutdown = Shutdown(core, self._changes, self._provisioner)
         set_core(self, core)
         self._observer = Observer(core)
-        self._own_target = Target(core, Mesh(sharding), sharding, map_options)
         self._classic_futures = ClassicFutures(core)
         # Of the mesh that the group is made with: with size 1, another axis would look as slow.
-        self._elastic_axis = find_elastic_axis(sharding)
-        self._start()
+        self._elastic_axis = find_elastic_axis(core.now.sharding)
 
     def _start(self) -> None:
         """Start all workers, or end everything."""

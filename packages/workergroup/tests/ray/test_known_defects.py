@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defects that are known, each with the mechanism that ends it: a test that passes has to lose its mark."""
+"""Defects that the group once had: waits that outlived their deadlines, and restarts that looked like losses."""
 
 import contextlib
 import os
@@ -14,11 +14,6 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, StaleGroupError, WorkerFailureError
 
 pytestmark = pytest.mark.nightly
-
-
-def known(mechanism: str) -> pytest.MarkDecorator:
-    """Mark a test that fails until a mechanism of the core is there."""
-    return pytest.mark.xfail(strict=True, reason=f"needs: {mechanism}")
 
 
 class Worker:
@@ -45,7 +40,6 @@ def test_deadline_of_a_resize_with_a_stopped_agent(group, agent_pids, stop_proce
         assert time.monotonic() - began < 7
 
 
-@known("owned, whose releases have the deadline of the shutdown")
 def test_deadline_of_a_shutdown_without_a_raylet(raylets):
     """`shutdown(timeout=...)` returns by its deadline, also after the raylet of the workers was killed."""
     quiet = {"logging_level": "error", "log_to_driver": False}
@@ -59,7 +53,6 @@ def test_deadline_of_a_shutdown_without_a_raylet(raylets):
         assert time.monotonic() - began < 10
 
 
-@known("a new membership, in which handles meet a planned restart as StaleGroupError and not as a death")
 def test_handles_during_a_planned_restart(group):
     """A call of a handle while ranks move fails as one of another epoch: no worker is lost."""
     handle, errors, is_over = group.handle(), [], threading.Event()

@@ -52,7 +52,7 @@ class Provisioner:
     def deadline(self, timeout_s):
         return Deadline.after(START_S if timeout_s is None else timeout_s)
 
-    def acquire(self, before, until, **plan):
+    def acquire(self, before, plan, until):
         launch = SimpleNamespace(workers=[])
         return Staged(before, launch, SimpleNamespace(address="a", port=1))
 

@@ -9,18 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import ray
-from ray.util.placement_group import PlacementGroup
 
-from fairlead_placement import PlacementError, Slot, init_ray
+from fairlead_placement import PlacementError, init_ray
 from fairlead_placement.extension import ask_head, head_deadline, read_board, refuse_client, run_each
 from fairlead_sharding import NamedSharding
 
 from .._membership.core import Core
-from .._model import Member, Place, Resize, RestartPolicy
+from .._model import Member, Resize, RestartPolicy
 from .._observe.publications import (
     ANSWER_S,
     RegisteredGroup,
-    RegisteredWorker,
     find_group,
     read_group,
     read_groups,
@@ -209,8 +207,7 @@ class _ClientCore(Core):
     is_owner: ClassVar[bool] = False
 
     def __init__(self, identity: GroupIdentity, group: RegisteredGroup, reading: threading.RLock) -> None:
-        rows = {row.rank: row for row in group.members}
-        places = [_place(group, rank, rows.get(rank)) for rank in range(group.sharding.size)]
+        places = [one.place for one in group.members]
         super().__init__(group.name, places, group.sharding, policy=RestartPolicy(), remedy=REMEDY)
         self.described = Described(WorkerClass.from_dict(group.methods))
         self._identity = identity
@@ -269,17 +266,18 @@ class _ClientCore(Core):
     def _adopt(self, group: RegisteredGroup) -> None:
         """Take over the members of a group as they are published."""
         now = self.now
-        rows = {row.rank: row for row in group.members}
         handles = {one.actor_id: one.handle for one in now.members if one.handle is not None}
-        handles |= _find_actors([row for row in group.members if row.pid and row.actor_id not in handles], group)
+        handles |= _find_actors([one for one in group.members if one.pid and one.actor_id not in handles], group)
         members = []
-        for rank in range(group.sharding.size):
-            row = rows.get(rank)
-            fresh = _member(group, rank, row, None if row is None else handles.get(row.actor_id))
-            known = now.members[rank] if rank < len(now.members) else fresh
-            # A loss that this process has met, and that has not been repaired since.
-            is_lost = known.lost is not None and known.key == fresh.key and known.actor_id == fresh.actor_id
-            members.append(known if is_lost else fresh)
+        for fresh in group.members:
+            known = now.members[fresh.rank] if now.has([fresh.rank]) else fresh
+            if known == fresh and known.lost is not None:  # a loss that this process has met
+                members.append(known)
+                continue
+            handle = handles.get(fresh.actor_id) if fresh.pid else None
+            cause = "Ray has no actor of its name: it has ended" if fresh.pid else "it has not started yet"
+            lost = None if handle is not None else fresh.failure("killed", cause)
+            members.append(replace(fresh, handle=handle, lost=lost))
         resized = [
             Resize(group.epoch, axis, now.sharding.shape[axis], size)
             for axis, size in group.sharding.shape.items()
@@ -301,47 +299,10 @@ class _ClientCore(Core):
         self._group = group
 
 
-def _place(group: RegisteredGroup, rank: int, row: RegisteredWorker | None) -> Place:
-    """Return the place of a worker, of which another process knows the node only."""
-    slot = Slot(
-        placement_group=PlacementGroup.empty(),
-        bundle_index=-1,
-        node_idx=-1,
-        node_id="" if row is None else row.node_id,
-        node_ip="" if row is None else row.address,
-        node_rank=-1,
-        local_rank=-1,
-    )
-    name, tied_rank = (f"{group.name}-{rank}", 0) if row is None else (row.name, row.tied_rank)
-    coords = group.sharding.get_worker_coords(rank)
-    return Place(rank, slot, name, -1, tied_rank, (-1, []), -1, -1, -1, coords)
-
-
-def _member(group: RegisteredGroup, rank: int, row: RegisteredWorker | None, handle: Any) -> Member:
-    place = _place(group, rank, row)
-    if row is None:
-        member = Member(place)
-        return replace(member, lost=member.failure("node-lost", "the board of its group does not list it"))
-    member = Member(
-        place,
-        row.incarnation,
-        row.restarts,
-        handle,
-        actor_id=row.actor_id,
-        actor_name=row.actor_name,
-        mark=row.mark,
-        node_id=row.node_id,
-        pid=row.pid,
-        started=row.started,
-    )
-    cause = "Ray has no actor of its name: it has ended" if row.pid else "it has not started yet"
-    return member if handle is not None else replace(member, lost=member.failure("killed", cause))
-
-
-def _find_actors(rows: Sequence[RegisteredWorker], group: RegisteredGroup) -> dict[str, Any]:
+def _find_actors(rows: Sequence[Member], group: RegisteredGroup) -> dict[str, Any]:
     """Return the handles of workers that are alive, by the ids of their actors."""
 
-    def find(row: RegisteredWorker) -> Any:
+    def find(row: Member) -> Any:
         try:
             return ray.get_actor(row.actor_name, namespace=group.namespace)
         except ValueError:

@@ -277,7 +277,11 @@ class _Run:
     def switch(self) -> None:
         """Do the steps until the epoch has begun."""
         plan, core, provisioner, check = self.plan, self._core, self._provisioner, self._change.check
-        staged = self._staged = self._acquire()
+        if plan.is_first:
+            staged = provisioner.prepare(self.before, self.until)
+        else:
+            staged = provisioner.acquire(self.before, plan, self.until)
+        self._staged = staged
         if plan.new:
             self._end([rank for rank in plan.new if rank in self.before.lost])
             self.started |= provisioner.start(staged, plan.new, self.until, check)
@@ -314,21 +318,6 @@ class _Run:
         )
         self._has_begun = True
         provisioner.commit(staged)
-
-    def _acquire(self) -> Staged:
-        plan = self.plan
-        if plan.is_first:
-            return self._provisioner.prepare(self.before, self.until)
-        return self._provisioner.acquire(
-            self.before,
-            self.until,
-            sharding=plan.sharding,
-            starting={*plan.new, *plan.replaced},
-            moved=plan.moved,
-            counted=plan.counted,
-            slots=plan.slots,
-            new_port=plan.new_port,
-        )
 
     @property
     def _restarts(self) -> int:

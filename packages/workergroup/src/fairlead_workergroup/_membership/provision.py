@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fairlead_placement import (
@@ -32,6 +32,7 @@ from .._transport.arguments import Arguments, NotPicklableError
 from .._world import Deadline
 from .core import Core
 from .losses import find_losses
+from .operations import Plan
 from .owned import Owned
 from .slots import Slots
 
@@ -51,7 +52,7 @@ class GroupSpec:
     python: str | VenvSpec | None
     env_vars: EnvVars
     options: WorkerOptions
-    facts: Mapping[str, Any]  # that `current_worker` returns in every worker
+    compression: str | None  # of gradients
     memory_limit: int
     token: str  # identifies the group among all groups of all drivers
     concurrent: bool | Literal["auto"]  # whether async methods overlap; "auto" if there are any
@@ -75,7 +76,6 @@ class Staged:
     state: GroupState  # its members that have not started have no actor
     launch: LaunchPlan
     lease: PortLease | None  # of the master port; None until the old workers that use it have ended
-    started: dict[int, Member] = field(default_factory=dict)
 
     def variables(self) -> tuple[Mapping[str, str], ...]:
         """Return the environment variables that describe each rank."""
@@ -137,26 +137,21 @@ class Provisioner(Described):
     def acquire(
         self,
         before: GroupState,
+        plan: Plan,
         until: Deadline,
-        *,
-        sharding: NamedSharding,
-        starting: Collection[int],
-        moved: Sequence[int],
-        counted: Collection[int],
-        slots: Sequence[Slot] | None,
-        new_port: bool,
     ) -> Staged:
         """Get slots, the environment of new workers, and if survivors use the present one, a port."""
-        places, size = before.places, sharding.size
+        places, sharding, starting = before.places, plan.sharding, {*plan.new, *plan.replaced}
+        size = sharding.size
         is_resize = size != len(places)
         if is_resize:
             self.slots.note_extensions()
-        if moved:
-            places = self.slots.move(places, moved)
-        stays = [rank for rank in starting if rank < len(places) and rank not in moved]
+        if plan.moved:
+            places = self.slots.move(places, plan.moved)
+        stays = [rank for rank in sorted(starting) if rank < len(places) and rank not in plan.moved]
         places = self.slots.avoid_unusable(places, stays, before, until)
         if is_resize:
-            places = self.slots.resize(places, size, before, slots)
+            places = self.slots.resize(places, size, before, plan.slots)
         places = tuple(dataclasses.replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places)
         launch = self._planned
         if places != before.places:
@@ -168,14 +163,14 @@ class Provisioner(Described):
                 members.append(dataclasses.replace(before.members[place.rank], place=place))
             elif place.rank < len(before.members):
                 old = before.members[place.rank]
-                counts = old.restarts + (place.rank in counted)
+                counts = old.restarts + (place.rank in plan.counted)
                 members.append(self._next_member(before, place, old.incarnation + 1, counts))
             else:
                 gone = before.departed.get(place.rank)
                 members.append(self._next_member(before, place, 0 if gone is None else gone.incarnation + 1, 0))
         lease = self._lease
         # With one port, the next processes use it when the old ones have ended.
-        if lease is None or (new_port and not self.has_one_port) or lease.node_id != places[0].slot.node_id:
+        if lease is None or (plan.new_port and not self.has_one_port) or lease.node_id != places[0].slot.node_id:
             has_survivors = any(rank not in starting for rank in range(len(before.members)))
             lease = self._lease_port(places[0].slot, until) if has_survivors else None
         state = dataclasses.replace(before, sharding=sharding, members=tuple(members))
@@ -206,9 +201,7 @@ class Provisioner(Described):
         if staged.lease is None:
             self._drop_ports(None)
             staged.lease = self._lease_port(staged.state.members[0].place.slot, until)
-        members = self._construct(staged, members, until, check)
-        staged.started |= members
-        return members
+        return self._construct(staged, members, until, check)
 
     def publish(self, starting: Mapping[int, Member] | None = None, *, wait: bool = False) -> None:
         """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
@@ -283,7 +276,11 @@ class Provisioner(Described):
         """Send the facts and the constructor's arguments to new actors, and wait until they have started."""
         spec, arguments, launch = self.spec, self._stored, staged.launch
         configured = Arguments()
-        shared = {**spec.facts, "layout": arguments.layout_of(launch.sharding)}
+        shared = {
+            "communication_backend": getattr(spec.cluster, "communication_backend", None),
+            "gradient_compression": spec.compression,
+            "layout": arguments.layout_of(launch.sharding),
+        }
         state = dataclasses.replace(staged.state, variables=staged.variables())
         slots_on = group_pairs((worker.place.slot.node_id, worker.place.slot) for worker in launch.workers)
         refs = []

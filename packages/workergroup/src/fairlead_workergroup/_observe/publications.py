@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ray.util.placement_group import PlacementGroup
+
+from fairlead_placement import Slot
 from fairlead_placement.extension import Board, read_boards
 from fairlead_sharding import NamedSharding
 
+from .._model import Member, Place
 from ..exceptions import WorkerGroupError
 from .head import find_boards
 from .registration import KEY, SCHEMA
@@ -20,41 +24,6 @@ ANSWER_S = 5.0
 PUBLISHED_AGAIN_S = 3.0
 # How many digits of an id are shown. Fewer of them may belong to any group.
 SHOWN_DIGITS = 6
-
-
-@dataclass(frozen=True)
-class RegisteredWorker:
-    """One worker of a group, as its group has published it.
-
-    Attributes:
-        rank: its number in the group.
-        name: its name.
-        coords: its coordinates, by axis.
-        node_id: Ray's id of its node.
-        address: the address of its node.
-        pid: its process; 0 until it has started.
-        started: the start tick of the process.
-        incarnation: how often its rank has been started before.
-        restarts: how often of these because it was lost.
-        actor_id: Ray's id of its actor; empty before there is one.
-        mark: finds its process while it starts.
-        actor_name: the name of its actor.
-        tied_rank: its number in its tied group.
-    """
-
-    rank: int
-    name: str
-    coords: Mapping[str, int]
-    node_id: str
-    address: str
-    pid: int
-    started: int
-    incarnation: int
-    restarts: int
-    actor_id: str
-    mark: str
-    actor_name: str = ""
-    tied_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +40,7 @@ class RegisteredGroup:
         namespace: Ray's namespace of its actors.
         epoch: the number of changes of membership so far.
         driver: the `job_id`, `worker_id` and `node_id` of its process.
-        members: its workers by rank.
+        members: its workers by rank, without their actors; without a pid while they start.
         methods: the class as plain data.
         publication: the number of this publication.
         board: where it is published.
@@ -86,7 +55,7 @@ class RegisteredGroup:
     namespace: str
     epoch: int
     driver: Mapping[str, Any]
-    members: tuple[RegisteredWorker, ...]
+    members: tuple[Member, ...]
     methods: Mapping[str, Any]
     publication: int
     board: Board | None = field(default=None, compare=False)
@@ -166,7 +135,7 @@ def read_groups(published: Iterable[tuple[Board | None, Any]]) -> list[Registere
         RegisteredGroup(
             group_id=value["id"],
             class_name=value["class"],
-            members=tuple(RegisteredWorker(**row) for row in value["members"]),
+            members=tuple(map(_read_member, value["members"])),
             board=board,
             **{name: value[name] for name in _PUBLISHED},
         )
@@ -178,3 +147,21 @@ def read_groups(published: Iterable[tuple[Board | None, Any]]) -> list[Registere
 
 # The fields of a group that are published by their own names.
 _PUBLISHED = ("name", "shape", "layout", "created", "namespace", "epoch", "driver", "publication", "methods")
+
+
+def _read_member(row: Mapping[str, Any]) -> Member:
+    """Return a worker of a group, of whose place another process knows only the node."""
+    slot = Slot(
+        placement_group=PlacementGroup.empty(),
+        bundle_index=-1,
+        node_idx=-1,
+        node_id=row["node_id"],
+        node_ip=row["address"],
+        node_rank=-1,
+        local_rank=-1,
+    )
+    place = Place(
+        row["rank"], slot, row["name"], -1, row.get("tied_rank", 0), (-1, []), -1, -1, -1, coords=row["coords"]
+    )
+    names = ("incarnation", "restarts", "actor_id", "actor_name", "mark", "node_id", "pid", "started")
+    return Member(place, **{name: row[name] for name in names if name in row})
