@@ -9,7 +9,7 @@ import ray
 
 from fairlead_transfer import TransferError
 from fairlead_transfer._remote.entry import find_shared
-from fairlead_workergroup.spi import collect, read_members, send_function
+from fairlead_workergroup.extension import collect, read_members, send_function
 from fairlead_workergroup.testing import resume
 
 # `nox -s nightly` repeats each case 20 times.

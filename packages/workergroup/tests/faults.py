@@ -37,12 +37,11 @@ from fairlead_workergroup._membership import (
 from fairlead_workergroup._observe import (
     display,
     head,
-    memory,
     publications,
     query,
     registration,
 )
-from fairlead_workergroup._remote import process, progress, reaper
+from fairlead_workergroup._remote import process, progress
 from fairlead_workergroup._start import builder, launch
 from fairlead_workergroup._transport import replies
 
@@ -173,12 +172,7 @@ def count_questions(patch: Patch) -> list[str]:
         asked.extend(asks)
         return extension.run_on_nodes(function, asks, **options)
 
-    def usage_on_nodes(pids: Any, **options: Any) -> Any:
-        asked.extend(pids)
-        return extension.usage_on_nodes(pids, **options)
-
     patch.setattr(query, "run_on_nodes", run_on_nodes)
-    patch.setattr(_observer, "usage_on_nodes", usage_on_nodes)
     return asked
 
 
@@ -209,35 +203,6 @@ def drain_without_agents(patch: Patch, nodes: set[str]) -> list[str]:
     return silent
 
 
-def silence_guards(patch: Patch, *, times: int | None = None, act: Callable[[], object] = lambda: None) -> list[str]:
-    """Let the agents not answer when they are asked to enforce a memory limit, at first or always.
-
-    Args:
-        patch: as for all functions.
-        times: how many requests have no answer; None for all.
-        act: called at each request.
-
-    Returns:
-        The list of the requests, by the name of what the agents should do.
-    """
-    asked: list[str] = []
-
-    def call_in_agents(function: Any, asks: Any, name: str, **options: Any) -> dict[str, Any]:
-        asked.append(function.__name__)
-        act()
-        if times is None or len(asked) <= times:
-            return dict.fromkeys(asks, PlacementTimeoutError("late"))
-        return extension.call_in_agents(function, asks, name, **options)
-
-    patch.setattr(memory, "call_in_agents", call_in_agents)
-    return asked
-
-
-def lose_nodes_of_guards(patch: Patch) -> None:
-    """Let the nodes be gone that should enforce a memory limit."""
-    patch.setattr(memory, "choose_alive", lambda node_ids: [])
-
-
 def end_processes_by(patch: Patch, function: Callable[..., object]) -> None:
     """Let the agents of nodes run a function of the test to end the processes of workers."""
     patch.setattr(ends, "end_trees", function)
@@ -247,11 +212,6 @@ def keep_processes_alive(patch: Patch) -> None:
     """Let the processes of workers survive every signal, and nothing wait for their ends for long."""
     for name, value in (("CHILD_GRACE_S", 0.1), ("KILLED_S", 0.1), ("send_signal", lambda processes, number: None)):
         patch.setattr(process, name, value)
-
-
-def leave_trees_to_groups(patch: Patch) -> None:
-    """Let the workers that start from now on not end what they have started when they end: the group has to."""
-    patch.setattr(reaper, "GRACE_S", 600.0)
 
 
 def let_nodes_report(patch: Patch, rows: Mapping[int, Mapping[str, Any] | None]) -> None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of this machine: those that a test starts below a worker, and those that remain of workers' trees."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from fairlead_workergroup import _group
 from fairlead_workergroup._remote.process import Process, Trees, read_marks, read_processes
@@ -56,7 +58,7 @@ def start_children(folder: str) -> None:
     }
     programs = {kind: CODE.format(more=more, path=f"{folder}/{kind}") for kind, more in code.items()}
     subprocess.Popen([sys.executable, "-c", programs["session"]], start_new_session=True)
-    subprocess.Popen([sys.executable, "-c", programs["cleared"]], start_new_session=True, env={})
+    subprocess.Popen([sys.executable, "-c", programs["cleared"]], env={})
     run_daemon(programs["daemon"])
     run_daemon(programs["stubborn"])
     fork_daemon(f"{folder}/fork")
@@ -86,8 +88,24 @@ def find_trees_of_driver(token: str) -> list[str]:
                 ours, line = token in environment.read(), command.read().replace("\0", " ")
         except OSError:
             continue  # it has ended
-        if ours and (read_marks((pid, started)) or "end_orphans" in line):
+        if ours and (read_marks((pid, started)) or is_reaper(line)):
             found.append(f"{pid} {line}")
+    return found
+
+
+def is_reaper(command: str) -> bool:
+    """Return whether a process with this command line is the reaper of a worker."""
+    return "\nreap(" in command
+
+
+def find_reapers(worker: int) -> list[int]:
+    """Return the reapers of the worker with this pid, without those that are ending."""
+    found = []
+    for pid in read_processes():
+        with contextlib.suppress(OSError):  # it has just ended
+            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+            if is_reaper(command) and f"\0{worker}\0" in command:
+                found.append(pid)
     return found
 
 

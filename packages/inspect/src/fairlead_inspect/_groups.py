@@ -28,14 +28,14 @@ def read_labels(job_ids: Collection[str], timeout_s: float) -> tuple[dict[str, d
     if not boards:  # a job without boards has no groups, and the library need not be loaded
         return {}, []
     # By name, so that nothing here depends on the library.
-    spi = importlib.import_module(f"{_LIBRARY}.spi")
+    library = importlib.import_module(f"{_LIBRARY}.extension")
     published, notes = [], []
     for board, values in read_boards(boards, "", timeout_s=timeout_s * _PART).items():
         if isinstance(values, Exception):
             notes.append(f"Fairlead's groups of process {board.owner[:8]} are not known: {_reason(values)}")
         else:
             published += [(board, value) for value in values.values()]
-    groups = spi.read_groups(published)
+    groups = library.read_groups(published)
     members = group_pairs((member.node_id, member) for group in groups for member in group.members)
     # No stacks, for which workers would be interrupted.
     arguments = {
@@ -43,7 +43,7 @@ def read_labels(job_ids: Collection[str], timeout_s: float) -> tuple[dict[str, d
         for node_id, its in members.items()
     }
     records: dict[str, dict[str, Any]] = {}
-    answers = run_on_nodes(spi.look_from_outside, arguments, timeout_s=timeout_s * _PART)
+    answers = run_on_nodes(library.look_from_outside, arguments, timeout_s=timeout_s * _PART)
     for node_id, answer in answers.items():
         if isinstance(answer, Exception):
             notes.append(f"Fairlead's groups on node {node_id[:8]} are not known: {_reason(answer)}")

@@ -14,7 +14,7 @@ from ._cluster import RayVirtualCluster
 from ._init import init_ray
 from ._model import ClusterConfig, Node
 from ._nodes.ports import PortLease, lease_ports, release_ports
-from ._nodes.usage import GpuMemory, NodeUsage, ProcessUsage
+from ._nodes.usage import GpuMemory, NodeUsage
 from ._plan.topology import select_segment_nodes, sort_bundle_indices_by_topology
 from ._show import ReservationReport, ResourceHolder
 from ._slot import Slot
@@ -39,7 +39,6 @@ __all__ = [
     "PlacementTimeoutError",
     "PortLease",
     "PortUnavailableError",
-    "ProcessUsage",
     "RayVersionError",
     "RayVirtualCluster",
     "ReservationReport",

@@ -7,7 +7,6 @@ processes, and release what a dropped object holds.
 """
 
 from ._model import count_bundles, group_pairs
-from ._nodes.agent import call_in_agents, call_in_present_agents, leave_agents
 from ._nodes.background import Job, OneTimeEvent, run_each, run_in_thread
 from ._nodes.board import (
     Board,
@@ -29,7 +28,6 @@ from ._nodes.head import (
     refuse_client,
     wait_until,
 )
-from ._nodes.usage import usage_on_nodes
 from ._ray_private import (
     autoscaler_is_there,
     collect,
@@ -60,8 +58,6 @@ __all__ = [
     "attach",
     "autoscaler_is_there",
     "await_published",
-    "call_in_agents",
-    "call_in_present_agents",
     "choose_alive",
     "claim_slots",
     "collect",
@@ -73,7 +69,6 @@ __all__ = [
     "find_here",
     "group_pairs",
     "head_deadline",
-    "leave_agents",
     "number_slots",
     "publish",
     "read_board",
@@ -87,7 +82,6 @@ __all__ = [
     "run_each",
     "run_in_thread",
     "run_on_nodes",
-    "usage_on_nodes",
     "wait_until",
     "withdraw",
 ]

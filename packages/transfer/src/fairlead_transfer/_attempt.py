@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from fairlead_workergroup.spi import wait_for_turn
+from fairlead_workergroup.extension import wait_for_turn
 
 from ._descriptions import compare_replicas, one_sided
 from ._remote.replies import Committed, Described, Fetched, Refused

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from fairlead_placement.extension import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup.spi import check_calls
+from fairlead_workergroup.extension import check_calls
 
 from ._attempt import Attempt
 from ._descriptions import make_selection

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import ray
 
 from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
-from fairlead_workergroup.spi import Member, Reply, cancel, collect, read_members, send_function
+from fairlead_workergroup.extension import Member, Reply, cancel, collect, read_members, send_function
 
 from ._remote.end import End
 from ._remote.entry import serve

@@ -17,7 +17,7 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Link, StaleWeightsError, TransferError
-from fairlead_workergroup import Elastic, RayWorkerBuilder, RayWorkerGroup, spi
+from fairlead_workergroup import Elastic, RayWorkerBuilder, RayWorkerGroup, extension
 from fairlead_workergroup.testing import kill
 
 from ..holders import Gated
@@ -291,7 +291,7 @@ def test_a_commit_waits_for_a_call_that_is_being_sent(groups, eventually):
         source.call("fill", 1.0).result()
         link.send(1, timeout=60)
         source.call("fill", 2.0).result()
-        end = spi.check_calls(target, wait)
+        end = extension.check_calls(target, wait)
         call = threads.submit(lambda: target.call("holds").result())
         assert going.wait(60)
         send = threads.submit(link.send, 2, 60)

@@ -17,7 +17,7 @@ from fairlead_transfer._descriptions import Selection
 from fairlead_transfer._remote.end import End
 from fairlead_transfer._routes import Router
 from fairlead_transfer._side import EndState, Side, States
-from fairlead_workergroup.spi import Reply
+from fairlead_workergroup.extension import Reply
 
 from ..ends import Worker
 

@@ -32,7 +32,7 @@ from ._membership.owned import Owned
 from ._membership.provision import GroupSpec, Provisioner
 from ._membership.shutdown import Shutdown
 from ._model import GroupState, Place, RestartPolicy
-from ._observe.memory import MemoryLimit, parse_memory
+from ._observe.memory import parse_memory
 from ._observer import ObservedGroup, Observer
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
 from ._start.builder import ClassLike, RayWorkerBuilder
@@ -68,9 +68,9 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         elastic: the method that a resize calls; None for `Elastic()`.
         worker: the accelerators that a worker sees, its Ray options, and the master port; None for `WorkerOptions()`,
             with which it sees its own and has the options of the class.
-        memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and the processes that it has started
-            may hold together after its constructor has finished. Above it, Fairlead ends all of them, with kind
-            "out-of-memory". Files, shared memory and the values of the object store do not count.
+        memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and its descendants may hold together.
+            Above it, Fairlead ends all of them, with kind "out-of-memory". Files, shared memory and the values of the
+            object store do not count.
         async_communication: let the async methods of a worker overlap on one event loop, which its other methods
             block. "auto" does so for a class with async methods, as Ray does. Otherwise a worker runs one method at a
             time.
@@ -127,7 +127,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         map_options = MapOptions(strategy=strategy, move_items=flat.get("enable_load_balancing", False))
         # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
-        limit = None if memory_limit is None else MemoryLimit(token, parse_memory(memory_limit))
+        limit = 0 if memory_limit is None else parse_memory(memory_limit)
         spec = GroupSpec(
             cluster=cluster,
             worker=builder.worker,
@@ -234,8 +234,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         Returns:
             The state, which never changes.
         """
-        shown = {key: read() for key, read in list(self._core.shown.items())} if self.workers else {}
-        return replace(self._core.now, shown=shown)
+        return self._core.now
 
     def handle(self) -> GroupHandle:
         """Return a handle of the group, with which other processes of the cluster can call it.

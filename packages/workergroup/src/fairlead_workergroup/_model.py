@@ -175,7 +175,6 @@ class GroupState:
             the group.
         master: the address and the port of the store of the workers' process group.
         restarts: the number of restarts of the whole group that count against `max_restarts`.
-        shown: what packages show of the group, by the key that each has chosen, such as the versions of a link.
     """
 
     version: int
@@ -189,7 +188,6 @@ class GroupState:
     variables: tuple[Mapping[str, str], ...] = ()
     master: tuple[str, int] = ("", 0)
     restarts: int = 0
-    shown: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, rank: int) -> Member:
         """Return the member of a rank, also of one that has left."""

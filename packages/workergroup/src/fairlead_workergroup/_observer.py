@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.extension import choose_alive, group_pairs, head_deadline, usage_on_nodes
+from fairlead_placement.extension import choose_alive, head_deadline
 
 from ._membership.core import Core
 from ._membership.losses import LOOK_S, NOT_NOTICED, explain, look_at_head
 from ._model import Member
-from ._observe.query import ANSWER_S, HEAD_S, ask_nodes, logger
+from ._observe.query import HEAD_S, ask_nodes
 from ._observe.status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
 from ._observe.stuck import add_odd_ranks, find_innermost
 from ._remote.progress import look
+from ._remote.usage import measure
 
 STUCK_AFTER_S = 300.0
 # The entries of a node's answer that a status and a stuck worker show.
@@ -28,6 +29,8 @@ class Observer:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        # The CPU seconds of each worker, and when they were measured.
+        self._measured: dict[tuple[int, int], tuple[float, float]] = {}
 
     def read_status(self, stuck_after_s: float) -> list[WorkerStatus]:
         """Return what each worker is doing, by rank."""
@@ -38,18 +41,16 @@ class Observer:
         now = self._core.check_alive()
         living = set(choose_alive({one.node_id for one in now.members}, timeout_s=HEAD_S))
         there = [one for one in now.members if one.node_id in living and one.lost is None]
-        pids = group_pairs((one.node_id, one.pid) for one in there)
-        usage = {}
-        for node_id, rows in usage_on_nodes(pids, timeout_s=ANSWER_S).items():
-            if isinstance(rows, Exception):
-                logger.warning("Cannot look at the workers on node %s: %s", node_id[:8], rows)
-                continue
-            usage.update({(node_id, row.pid): row for row in rows})
-        return [
-            WorkerUsage(one.rank, row.cpu_percent, row.rss_bytes, row.gpu_memory_bytes, row.num_threads)
-            for one in now.members
-            if (row := usage.get((one.node_id, one.pid))) is not None
-        ]
+        before, self._measured = self._measured, {}
+        usage = []
+        for one, row in zip(there, ask_nodes(there, measure), strict=True):
+            if row is not None:
+                seconds, since = before.get(one.key, (0.0, row["started_s"]))
+                self._measured[one.key] = row["cpu_s"], row["measured_s"]
+                percent = 100 * max(0.0, row["cpu_s"] - seconds) / max(row["measured_s"] - since, 1e-3)
+                sizes = row["rss_bytes"], row["gpu_memory_bytes"]
+                usage.append(WorkerUsage(one.rank, percent, *sizes, row["num_threads"]))
+        return usage
 
     def find_stuck(self, timeout_s: float, *, dump_stacks: bool) -> list[StuckWorker]:
         """Return the workers that are alive and have made no progress for `timeout_s`."""

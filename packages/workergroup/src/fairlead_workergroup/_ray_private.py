@@ -52,6 +52,11 @@ def limit_devices(kind: str, ids: Sequence[str], env: Mapping[str, str]) -> list
     return os.environ[variable].split(",") if variable in os.environ else list(ids)
 
 
+def session_folder() -> str:
+    """Return the folder on this node for the files of this session of Ray, which has no public name."""
+    return str(ray._private.worker._global_node.get_session_dir_path())
+
+
 def actor_id_of(handle: Any) -> str:
     """Return the id of an actor as hexadecimal text, which has no public attribute; older versions have another one."""
     return str((handle._actor_id if hasattr(handle, "_actor_id") else handle._ray_actor_id).hex())

@@ -29,7 +29,7 @@ from ._model import Member
 from ._observe.query import ANSWER_S, ask_nodes
 from ._remote import faults
 from .exceptions import WorkerGroupError
-from .spi import read_members
+from .extension import read_members
 
 __all__ = ["assert_no_leaks", "kill", "resume", "stop"]
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers whose memory passes the limit of their group are ended."""
 
-import os
-import signal
+import ctypes
+import time
 
 import numpy as np
 import pytest
 
-from fairlead_workergroup import Restart, WorkerFailureError
+from fairlead_placement import RayVirtualCluster
+from fairlead_workergroup import RayWorkerGroup, Restart, WorkerFailureError, WorkerStartError
 
 from ..calling import MB
 
@@ -42,15 +43,31 @@ def test_memory_that_counts(make_group):
     assert (failure.rank, failure.kind) == (1, "out-of-memory")
 
 
-@pytest.mark.nightly
-def test_an_agent_that_dies(make_group, agent_pids, eventually):
-    """The agent that takes the place of one that has died enforces the limit too."""
+def test_native_code(make_group):
+    """A worker that sits in native code and holds the GIL is ended too."""
+
+    def grow_and_hang(worker):
+        worker.block = b"x" * (400 * MB)
+        ctypes.PyDLL(None).pause()
+
     group = make_group(memory_limit="300MB")
-    dead = agent_pids()
-    for pid in dead:
-        os.kill(pid, signal.SIGKILL)
-    assert eventually(lambda: (present := agent_pids()) and not set(dead) & set(present))
     with pytest.raises(WorkerFailureError) as caught:
-        group.at(dp=1).call("grow", 400_000_000).result()
+        group.at(dp=1).call(grow_and_hang).result()
     (failure,) = caught.value.failures
     assert (failure.rank, failure.kind) == (1, "out-of-memory")
+    assert "memory_limit of 300,000,000 bytes" in failure.cause
+
+
+class Large:
+    """Holds too much memory from the start."""
+
+    def __init__(self):
+        self.block = b"x" * (400 * MB)
+        time.sleep(60)
+
+
+def test_constructor(local_ray):
+    """A worker that passes the limit in its constructor is ended, and the error of the start says so."""
+    expected = r"out-of-memory: .* held [\d,]+ bytes .* memory_limit of 300,000,000"
+    with RayVirtualCluster([1], use_gpus=False) as cluster, pytest.raises(WorkerStartError, match=expected):
+        RayWorkerGroup(cluster, Large, memory_limit="300MB")

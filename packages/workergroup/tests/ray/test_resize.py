@@ -36,11 +36,8 @@ from ..faults import (
     act_while_a_change_awaits,
     fail_to_release_the_port,
     find_groups,
-    is_ending,
-    lose_nodes_of_guards,
     note_deadlines_of_a_start,
     report_late_workers_every,
-    silence_guards,
 )
 
 AXES = NamedSharding.from_shape(dp=2)
@@ -226,45 +223,6 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
         hang.unlink()
         assert group.restart_failed_workers() == [0]
         assert [facts[:2] for facts in group.call("facts").result()] == [(2, 1)]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-def test_silent_agent(cluster, clock, monkeypatch):
-    """An agent that once does not answer is asked again, before the epoch begins."""
-    with make(cluster, memory_limit="2GB", timeouts=Timeouts(start_s=120)) as group:
-        asked = silence_guards(monkeypatch, times=1)
-        assert group.resize(dp=3) == 1
-        assert asked == ["start_guard"] * 2
-        # When it stays silent until the deadline, nothing changes.
-        silence_guards(monkeypatch, act=lambda: clock.skip(400))
-        with pytest.raises(WorkerGroupError, match="memory_limit cannot be enforced on rank 3"):
-            group.resize(dp=4, timeout=600)
-        # Nobody waits for the agent of a node that is gone.
-        silence_guards(monkeypatch)
-        lose_nodes_of_guards(monkeypatch)
-        with pytest.raises(WorkerGroupError, match="memory_limit cannot be enforced on rank 3"):
-            group.resize(dp=4, timeout=600)
-        assert (group.state().group_epoch, group.call("facts").result()) == (1, [(1, 3, group.master_port, 3)] * 3)
-
-
-@pytest.mark.nightly
-def test_shutdown_while_agents_are_silent(cluster, monkeypatch, eventually):
-    """A shutdown of another thread ends the requests to an agent that does not answer, long before the deadline."""
-    with ThreadPoolExecutor() as threads, make(cluster, memory_limit="2GB") as group:
-        asks, ends = [], []
-
-        def shut_down():
-            asks.append(len(ends))
-            if len(asks) == 3:
-                ends.append(threads.submit(group.shutdown))
-                assert eventually(lambda: is_ending(group))
-
-        silence_guards(monkeypatch, act=shut_down)
-        with pytest.raises(WorkerGroupError, match="it has been shut down"):
-            group.resize(dp=3, timeout=600)
-        assert ends[0].result(timeout=60)
-        assert asks == [0] * 3  # and not again after the shutdown
 
 
 def test_agent_that_keeps_a_port(group, monkeypatch, caplog):

@@ -178,7 +178,7 @@ def test_dead_worker(cluster):
 def test_shutdown_of_many_nodes(cluster, monkeypatch, tmp_path):
     """A shutdown waits for all nodes at the same time, however many there are."""
 
-    def meet(workers, children, marks, within_s, grace_s, folder=str(tmp_path)):
+    def meet(workers, marks, within_s, grace_s, folder=str(tmp_path)):
         """Return that all are gone, once the three nodes of the ranks above 0 are being asked."""
         mine = pathlib.Path(folder, f"{os.getpid()}-{threading.get_ident()}")
         mine.touch()

@@ -13,8 +13,8 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailureError, WorkerStartError
 from fairlead_workergroup.testing import kill
 
-from ..faults import find_running, keep_processes_alive, leave_trees_to_groups, limit_ends_of_children
-from ..processes import CODE, KINDS, read_pids, run_daemon, start_children
+from ..faults import find_running, keep_processes_alive, limit_ends_of_children
+from ..processes import CODE, KINDS, find_reapers, read_pids, run_daemon, start_children
 
 
 @pytest.fixture(autouse=True)
@@ -66,24 +66,23 @@ def test_restart(group, tmp_path, eventually):
     kill(group, 1)
     # Ray does not notice this death: a fork of the worker holds its connections.
     assert group.restart_failed_workers() == [1]
-    assert find_running(lost.values()) in ([], [lost["cleared"]])
+    assert find_running(lost.values()) == []
     assert find_running(others.values()) == list(others.values())
     assert group.shutdown() is True
     assert find_running(others.values()) == []
-    for pid in find_running(lost.values()):
-        os.kill(pid, signal.SIGKILL)
 
 
-@pytest.fixture
-def late_reaper(monkeypatch) -> None:
-    """The reapers of the workers leave their trees to the group."""
-    leave_trees_to_groups(monkeypatch)
+def kill_with_reaper(group, rank) -> None:
+    """End a worker after its reaper, so that only the group ends what it has started."""
+    (reaper,) = find_reapers(group.get_worker_status()[rank].pid)
+    os.kill(reaper, signal.SIGKILL)
+    kill(group, rank)
 
 
-def test_process_that_does_not_end(late_reaper, group, tmp_path, eventually, monkeypatch, caplog):
+def test_process_that_does_not_end(group, tmp_path, eventually, monkeypatch, caplog):
     """A slot with a remaining process is not used again, and restart and shutdown report the process."""
     children = start_processes(group, 1, tmp_path / "1", eventually)
-    kill(group, 1)
+    kill_with_reaper(group, 1)
     with monkeypatch.context() as patched:
         keep_processes_alive(patched)
         pid = children["daemon"]
@@ -93,12 +92,20 @@ def test_process_that_does_not_end(late_reaper, group, tmp_path, eventually, mon
     assert group.restart_failed_workers() == [1]
     assert find_running([pid]) == []
     children = start_processes(group, 1, tmp_path / "again", eventually)
+    kill_with_reaper(group, 1)
     with monkeypatch.context() as patched:
         keep_processes_alive(patched)
         assert group.shutdown() is False
     assert f"pid {children['daemon']} on node" in caplog.text
-    for pid in find_running([*children.values(), *read_pids(tmp_path / "1").values()]):
+    for pid in find_running(children.values()):
         os.kill(pid, signal.SIGKILL)
+
+
+def test_killed_worker(group, tmp_path, eventually):
+    """What a worker has started is gone 5 s after its SIGKILL, also what ignores SIGTERM, and without any call."""
+    children = start_processes(group, 1, tmp_path / "1", eventually)
+    kill(group, 1)
+    assert eventually(lambda: not find_running(children.values()), 5)
 
 
 def test_failed_start(local_ray, tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fairlead_workergroup import GroupState
-from fairlead_workergroup.spi import Member
+from fairlead_workergroup.extension import Member
 
 from .actors import Actor
 from .placement import PretendedPlacement

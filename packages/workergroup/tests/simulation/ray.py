@@ -244,12 +244,7 @@ class PretendedRay:
             running.append(any(one.ref.binary()[:24] == task for one in actor.running))
         return running
 
-    def _agent_find_children(self, keys: Sequence[tuple[int, int]]) -> list[list[Any]]:
-        return [[] for _ in keys]
-
-    def _agent_end_trees(
-        self, keys: Sequence[tuple[int, int]], children: Sequence[Any], marks: Sequence[str], *_: Any
-    ) -> list[tuple[int, int]]:
+    def _agent_end_trees(self, keys: Sequence[tuple[int, int]], marks: Sequence[str], *_: Any) -> list[tuple[int, int]]:
         for actor in self.actors:
             tree = actor.worker.facts.get("tree", "")
             if actor.is_running and (actor.key in keys or any(tree.startswith(mark) for mark in marks)):

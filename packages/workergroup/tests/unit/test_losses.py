@@ -47,7 +47,8 @@ class Known:
         patch.setattr(losses, "_ask_actors", ask_actors)
         patch.setattr(losses, "dead_actors", look_at_head)
         patch.setattr(losses, "choose_alive", lambda nodes: [one for one in nodes if one != "lost"])
-        self.core = SimpleNamespace(memory_limit=SimpleNamespace(find_killed=lambda members, within_s: killed or {}))
+        patch.setattr(losses, "find_killed", lambda members, within_s: killed or {})
+        self.core = SimpleNamespace(memory_limit=1)
 
 
 @pytest.mark.parametrize(

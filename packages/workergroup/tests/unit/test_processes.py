@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of one machine without Ray: trees below a process that is marked as a worker, and stacks of stuck ones."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -9,14 +8,13 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from fairlead_workergroup._remote import process, reaper, stacks
 
 from ..faults import find_running
-from ..processes import KINDS, read_pids, start_children
+from ..processes import KINDS, find_reapers, read_pids, start_children
 
 # Other runs of these tests on this machine have groups of other names.
 GROUP = f"group-{os.getpid()}"
@@ -57,14 +55,11 @@ def end_parent(parent) -> None:
     os.waitpid(parent[0], 0)
 
 
-def test_find_children(parent, tmp_path):
-    """Children of a living parent are found, also without the mark."""
-    found, none = process.find_children([parent, (parent[0], parent[1] - 1)])
+def test_process_group(parent, tmp_path):
+    """Processes of a dead worker are found by its process group, also without the mark."""
     pids = read_pids(tmp_path)
-    assert {pids["session"], pids["cleared"]} <= {pid for pid, _ in found}
-    assert none == []
     end_parent(parent)
-    assert process.end_trees([parent], found, [f"{GROUP}-"], 20) == []
+    assert process.end_trees([parent], [f"{GROUP}-"], 20) == []
     assert find_running(pids.values()) == []
 
 
@@ -72,68 +67,63 @@ def test_find_by_marks(parent, tmp_path):
     """Processes of a dead worker are found by its mark, also if the process of the worker was never known."""
     end_parent(parent)
     pids = read_pids(tmp_path)
-    assert process.end_trees([], [], [f"{GROUP}0-"], 20) == []
+    assert process.end_trees([], [f"{GROUP}0-"], 20) == []
     assert find_running(pids.values()) == list(pids.values())
-    assert process.end_trees([], [], ["group-2-", f"{GROUP}-"], 20) == []
+    assert process.end_trees([], ["group-2-", f"{GROUP}-"], 20) == []
     assert find_running(pids.values()) == [pids["cleared"]]
 
 
 def test_worker_that_does_not_end(parent, tmp_path):
-    """A worker that does not end gets SIGKILL, whether it is known or not; then its children end."""
+    """A worker that does not end gets SIGKILL, also if its process was never known; then its children end."""
     pids = read_pids(tmp_path)
-    assert process.end_trees([], *process.find_children([parent]), [f"{GROUP}-"], 20, grace_s=0.1) == []
-    assert find_running(pids.values()) == []
+    assert process.end_trees([], [f"{GROUP}-"], 20, grace_s=0.1) == []
+    assert find_running([parent[0], *pids.values()]) == []
 
 
-def test_reused_pid(parent):
-    """A process that has the pid of an ended process is not touched."""
+def test_reused_pid(parent, tmp_path):
+    """A process that has the pid of an ended worker is not touched, nor is its process group."""
     pid, started = parent
-    assert process.end_trees([(pid, started - 1)], [(pid, started - 1)], ["none-"], 20) == []
+    assert process.end_trees([(pid, started - 1)], ["none-"], 20) == []
     process.send_signal([(pid, started - 1)], signal.SIGKILL)
-    assert find_running([pid]) == [pid]
+    assert find_running(pids := [pid, *read_pids(tmp_path).values()]) == pids
 
 
 def test_survivors(parent, tmp_path, monkeypatch):
     """Processes that do not end are returned."""
     end_parent(parent)
     monkeypatch.setattr(process, "send_signal", lambda processes, number: None)
-    left = {pid for pid, _ in process.end_trees([], [], [f"{GROUP}-"], 0.3)}
+    left = {pid for pid, _ in process.end_trees([], [f"{GROUP}-"], 0.3)}
     pids = read_pids(tmp_path)
     assert left == {pid for kind, pid in pids.items() if kind != "cleared"}
-
-
-def reapers(identity):
-    """Return the processes that wait for the end of a worker, without those that are ending."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has just ended
-            if f"\0{identity}\0" in Path(f"/proc/{name}/cmdline").read_text(errors="replace"):
-                found.append(int(name))
-    return found
 
 
 def open_files(pid):
     return sorted(os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd"))
 
 
-def test_reaper(tmp_path, eventually, monkeypatch):
-    """When a worker ends, everything with its mark ends without any request, and nothing of another worker does."""
-    monkeypatch.setattr(reaper, "GRACE_S", 0.1)
+def start_worker(act, *more):
+    """Fork a process that has a reaper, as a worker has, and acts then; return its pid and identity."""
     identity = f"{os.urandom(8).hex()}-3-1"
     worker = fork()
     if not worker:
         page = process.mark_tree(identity)
-        reaper.start_reaper(identity)
-        start_children(str(tmp_path))
-        while page:
+        reaper.start_reaper(identity, *more)
+        held = act()
+        while page or held:
             signal.pause()
+    return worker, identity
+
+
+def test_reaper(tmp_path, eventually):
+    """When a worker ends, all that it has started ends without any request, and nothing of another worker does."""
+    worker, identity = start_worker(lambda: start_children(str(tmp_path)))
     other = subprocess.Popen(["sleep", "281"], env={process.VARIABLE.decode(): f"{identity}0"})
     assert eventually(lambda: list(read_pids(tmp_path)) == KINDS)
     pids = read_pids(tmp_path)
-    assert eventually(lambda: len(reapers(identity)) == 1)
-    (pid,) = reapers(identity)
+    assert eventually(lambda: len(find_reapers(worker)) == 1)
+    (pid,) = find_reapers(worker)
     assert os.getsid(pid) != os.getsid(worker)
-    assert pid not in [child for child, _ in process.find_children([(worker, process.start_tick(worker))])[0]]
+    assert pid not in [child for child, _ in process.find_descendants((worker, process.start_tick(worker)))]
 
     def find_files():
         return [name for name in open_files(pid) if "pidfd" not in name]
@@ -142,14 +132,47 @@ def test_reaper(tmp_path, eventually, monkeypatch):
     assert eventually(lambda: find_files() == ["/dev/null"] * 3 + ["/memfd:fairlead-reaper (deleted)"]), find_files()
     try:
         end_parent((worker, 0))
-        assert eventually(lambda: find_running(pids.values()) == [pids["cleared"]])
-        assert eventually(lambda: not reapers(identity))
-        assert find_running([other.pid]) == [other.pid]
+        assert eventually(lambda: not find_reapers(worker))
+        assert find_running([*pids.values(), other.pid]) == [other.pid]
     finally:
         other.kill()
         other.wait()
-        for left in find_running(pids.values()):
-            os.kill(left, signal.SIGKILL)
+
+
+def test_memory_limit(tmp_path):
+    """A reaper ends a worker whose memory passes the limit; its verdict, with both numbers, is there by then."""
+    verdict, block = str(tmp_path / "verdict"), bytes(1)
+    worker, _ = start_worker(lambda: block * (200 * MB), 150 * MB, verdict)
+    _, status = os.waitpid(worker, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    used, limit = reaper.read_verdict(verdict)
+    assert used > limit == 150 * MB
+    assert os.listdir(tmp_path) == ["verdict"]
+
+
+def test_memory_of_children(tmp_path, eventually):
+    """The memory of descendants counts, and all of them are ended."""
+    code = f"block = b'x' * {200 * MB}; import time; time.sleep(281)"
+    verdict, started = str(tmp_path / "verdict"), tmp_path / "started"
+
+    def act():
+        child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        started.write_text(str(child.pid))
+
+    worker, _ = start_worker(act, 150 * MB, verdict)
+    os.waitpid(worker, 0)
+    assert reaper.read_verdict(verdict)[0] > 150 * MB
+    child = int(started.read_text())
+    assert eventually(lambda: not find_running([child]))
+
+
+def test_no_verdict(tmp_path, eventually):
+    """A worker within its limit that ends otherwise leaves no verdict."""
+    worker, _ = start_worker(lambda: None, 10_000 * MB, str(tmp_path / "verdict"))
+    assert eventually(lambda: len(find_reapers(worker)) == 1)
+    end_parent((worker, 0))
+    assert eventually(lambda: not find_reapers(worker))
+    assert reaper.read_verdict(str(tmp_path / "verdict")) is None
 
 
 def test_shared_pages():

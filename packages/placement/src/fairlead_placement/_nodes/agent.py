@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -20,12 +20,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from .._model import group_pairs
 from .._ray_private import actor_id_of, block_shutdown, collect, connection, create_actor
 from ..exceptions import PlacementError, PlacementTimeoutError
-from . import agent_process, meters
+from . import agent_process
 from .background import OneTimeEvent, run_in_thread
 from .functions import explain_failure
 from .head import ask_head, head_deadline, refuse_client
 
-_T = TypeVar("_T")
 # Called on a background thread when an agent dies, with its node, the names that it held for this function, and why.
 OnLoss = Callable[[str, Sequence[str], str], object]
 logger = logging.getLogger(__name__)
@@ -42,8 +41,7 @@ PAUSES_S = (0.05, 1.0)
 # For an agent, whose process may have to start.
 ANSWER_S = 60.0
 # fairlead-placement need not be installed on the nodes.
-for _module in (agent_process, meters):
-    ray.cloudpickle.register_pickle_by_value(_module)
+ray.cloudpickle.register_pickle_by_value(agent_process)
 
 
 @dataclass(eq=False)
@@ -81,7 +79,6 @@ def ask_agents(
     *,
     timeout_s: float = ANSWER_S,
     on_loss: OnLoss | None = None,
-    repeat: bool = True,
 ) -> dict[str, Any]:
     """Send a request to the agent of each node at once; return by node id the answer, or the exception.
 
@@ -91,7 +88,6 @@ def ask_agents(
         names: what the agents hold for this request, by node id. They live until all of it is released.
         timeout_s: seconds that all of it may take.
         on_loss: called if an agent dies that holds some of the names.
-        repeat: whether the request is sent to another agent if one dies before it has answered.
     """
     deadline, pause = time.monotonic() + timeout_s, PAUSES_S[0]
     answers: dict[str, Any] = {}
@@ -107,7 +103,7 @@ def ask_agents(
             if failure is None and not _note(agents[node_id], names[node_id], on_loss):
                 found[node_id] = None, ray.exceptions.ActorDiedError()
         answers |= _explain_all(method, timeout_s, found)
-        is_over = not repeat or time.monotonic() >= deadline
+        is_over = time.monotonic() >= deadline
         # A name that was released in the meantime is not held again.
         left = [
             node_id
@@ -156,48 +152,6 @@ def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> dict[s
     left = nodes_with()
     late = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception) and node_id in left}
     return {node_id: error for node_id, error in late.items() if not isinstance(error.__cause__, _DEAD)}
-
-
-def call_in_agents(
-    function: Callable[..., _T],
-    arguments: Mapping[str, Sequence[Any]],
-    name: str,
-    *,
-    timeout_s: float,
-    on_loss: Callable[[str], object] | None = None,
-) -> dict[str, _T | Exception]:
-    """Call a function in the agents of several nodes, once, for what it leaves running in their processes.
-
-    Args:
-        function: as for `run_on_nodes`.
-        arguments: its positional arguments, by node id. Agents that are missing are created.
-        name: what the agents hold, and live for until `leave_agents`.
-        timeout_s: seconds that all of it may take.
-        on_loss: called on a background thread with the id of a node whose agent has died.
-
-    Returns:
-        By node id, what the function returned there, or the exception with which it failed.
-    """
-    requests, names = _with_code(function, arguments), dict.fromkeys(arguments, (name,))
-    report = None if on_loss is None else lambda node_id, *_: on_loss(node_id)
-    return ask_agents("call", requests, names, timeout_s=timeout_s, on_loss=report, repeat=False)
-
-
-def call_in_present_agents(
-    function: Callable[..., _T], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float
-) -> dict[str, _T | Exception]:
-    """Call a function in those agents of several nodes that this process has; else as `call_in_agents`."""
-    return ask_present("call", _with_code(function, arguments), timeout_s=timeout_s)
-
-
-def _with_code(function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    code = ray.cloudpickle.dumps(function)
-    return {node_id: (code, *args) for node_id, args in arguments.items()}
-
-
-def leave_agents(name: str, *, timeout_s: float = 0.0) -> None:
-    """End the agents that only `call_in_agents` with this name holds, with what its functions have started."""
-    release(dict.fromkeys(nodes_with(name), (name,)), timeout_s=timeout_s)
 
 
 def nodes_with(name: str | None = None) -> list[str]:

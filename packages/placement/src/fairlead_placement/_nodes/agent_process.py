@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The code that runs inside a node agent's process.
 
-Shipped by value, so nodes need nothing but Ray: this module imports the standard library, ray, and its sibling
-`meters`, which is shipped by value too.
+Shipped by value, so nodes need nothing but Ray: this module imports the standard library and ray.
 """
 
 import contextlib
@@ -15,7 +14,40 @@ from typing import Any
 
 import ray
 
-from .meters import Gpus, Peaks, read_memory
+# How long the first sample may take: without persistence mode, the driver of a GPU takes a few seconds to load.
+FIRST_SAMPLE_S = 30.0
+# The total, used and available bytes of the node's memory, and the largest use; the total and used bytes of each GPU
+# and the largest use, None without nvidia-ml-py or a GPU; how many samples there were, and when this one was taken.
+Sample = tuple[int, int, int, int, list[tuple[int, int, int]] | None, int, float]
+
+
+def take_sample(before: Sample | None = None) -> Sample:
+    """Return a sample of the node's memory, with the peaks since the first of the samples before it."""
+    import psutil  # Ray brings it
+
+    memory = psutil.virtual_memory()
+    # psutil's `used` includes the kernel's caches in some versions and not in others.
+    used = memory.total - memory.available
+    peak, on_gpus, samples = (0, None, 0) if before is None else before[3:6]
+    gpus = []
+    for number, (total, in_use) in enumerate(_read_gpus()):
+        seen = on_gpus[number][2] if on_gpus and number < len(on_gpus) else 0
+        gpus.append((total, in_use, max(in_use, seen)))
+    return memory.total, used, memory.available, max(used, peak), gpus or None, samples + 1, time.time()
+
+
+def _read_gpus() -> list[tuple[int, int]]:
+    """Return the total and the used bytes of each GPU, in NVML's order."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+        gpus = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [(int(memory.total), int(memory.used)) for memory in map(pynvml.nvmlDeviceGetMemoryInfo, gpus)]
+    except pynvml.NVMLError:  # there is no driver, or a GPU has failed
+        return []
 
 
 class NodeAgent:
@@ -26,13 +58,13 @@ class NodeAgent:
     """
 
     def __init__(self) -> None:
-        self._gpus = Gpus()
         # By name: a leased port; the version and the value of a publication. The names of watchers.
         self._held: dict[str, tuple[int, socket.socket]] = {}
         self._watchers: set[str] = set()
-        self._peaks = Peaks()
         self._published: dict[str, tuple[int, Any]] = {}
         self._sampler: threading.Thread | None = None
+        self._sample: Sample | None = None
+        self._is_sampled = threading.Event()
         # Where the next search starts. It moves on, so that a released port is not used again at once: late connections
         # of its former users must not reach another server.
         self._next = random.randrange(1 << 16)
@@ -95,29 +127,25 @@ class NodeAgent:
         """Return the values whose keys begin with a prefix, in the order of the keys."""
         return {key: value for key, (_, value) in sorted(self._published.items()) if key.startswith(prefix)}
 
-    def memory(self, watcher: str) -> tuple[Any, ...]:
-        """Return a sample of the node's memory, as a row of `Peaks`, and the time.
-
-        Further samples are taken once a second, until all watchers are released.
-        """
-        if not self._watchers:
-            self._peaks = Peaks()
+    def memory(self, watcher: str) -> Sample:
+        """Return the latest sample of the node's memory; one is taken each second until all watchers are released."""
         self._watchers.add(watcher)
         if self._sampler is None or not self._sampler.is_alive():
+            self._sample = None
+            self._is_sampled.clear()
+            # A GPU's driver that does not return blocks this thread, and no other request.
             self._sampler = threading.Thread(target=self._keep_sampling, name="fairlead-memory", daemon=True)
             self._sampler.start()
-        return (*self._peaks.add(*read_memory(self._gpus)), time.time())
+        if not self._is_sampled.wait(FIRST_SAMPLE_S) or self._sample is None:
+            raise TimeoutError(f"No sample of the node's memory within {FIRST_SAMPLE_S:g} s. Look at its GPUs.")
+        return self._sample
 
     def _keep_sampling(self) -> None:
-        time.sleep(1.0)
         while self._watchers:
             with contextlib.suppress(OSError):  # too many open files
-                self._peaks.add(*read_memory(self._gpus))
+                self._sample = take_sample(self._sample)
+                self._is_sampled.set()
             time.sleep(1.0)
-
-    def call(self, code: bytes, *args: Any) -> Any:
-        """Call a function that its owner has pickled. Threads that it starts live as long as this process."""
-        return ray.cloudpickle.loads(code)(*args)
 
 
 def _hold(port: int) -> socket.socket | None:

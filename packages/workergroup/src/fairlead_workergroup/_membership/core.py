@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 from fairlead_sharding import NamedSharding
 
 from .. import _world
 from .._model import GroupState, Member, Place, RestartPolicy, describe_place
-from .._observe.memory import MemoryLimit
 from .._start.worker_class import Described, Method
 from .._transport import replies
 from .._transport.replies import Request
@@ -28,20 +27,6 @@ BROKEN = (
     "These ranks did not complete a resize, so no call is sent until the group is repaired: `restart_failed_workers()` "
     "starts them again and runs on_resize on all workers once more, and so does another `resize`."
 )
-
-
-class Need(NamedTuple):
-    """A condition that has to hold in a worker when it begins a method.
-
-    Attributes:
-        function: pickled by `ray.cloudpickle`; it raises an error if that does not hold. If it is a `RayError` with an
-            attribute `fairlead_error`, a pickled function and values, the caller gets the error that the function
-            returns for the rank and the values.
-        args: its arguments.
-    """
-
-    function: bytes
-    args: tuple[Any, ...]
 
 
 class PlannedCall(Protocol):
@@ -126,7 +111,7 @@ class Core:
         *,
         policy: RestartPolicy,
         call_timeout_s: float | None = None,
-        memory_limit: MemoryLimit | None = None,
+        memory_limit: int = 0,
         remedy: str = "",
     ) -> None:
         self.name_prefix = name
@@ -135,8 +120,7 @@ class Core:
         self.memory_limit = memory_limit
         self.described: Described  # set before the first call
         self.changes: Changing | None = None  # set by the process that makes the group
-        self.checks: list[Callable[[str, Sequence[int]], Need | None]] = []  # of packages; see spi
-        self.shown: dict[str, Callable[[], Any]] = {}  # what packages show of the group, by the key of each
+        self.checks: list[Callable[[str, Sequence[int]], None]] = []  # of packages; see `extension`
         # By rank, changed in place by restarts; empty after the end. Users may hold both lists.
         self.handles: list[Any] = []
         self.worker_metadata: list[dict[str, Any]] = []
@@ -394,8 +378,8 @@ class Core:
             finally:
                 self._sending = None
 
-    def admit(self, call: PlannedCall) -> tuple[GroupState, list[Need]] | list[WorkerFailure]:
-        """Return the members and the needs of a call that may be sent; or the lost workers that it has to wait for."""
+    def admit(self, call: PlannedCall) -> GroupState | list[WorkerFailure]:
+        """Return the members for a call that may be sent; or the lost workers that it has to wait for."""
         now, called = self.now, call.called
         if now.phase == "ended":
             raise self.ended_error()
@@ -406,8 +390,8 @@ class Core:
                 "Make the call again.",
                 now.resizes[-1].epoch,
             )
-        asked = () if call.is_hook else list(self.checks)
-        needs = [need for check in asked if (need := check(call.method.name, called)) is not None]
+        for check in () if call.is_hook else list(self.checks):
+            check(call.method.name, called)
         if now.lost:
             # The methods that a change runs wait for their own workers only.
             lost = self.policy.blocking(now, called)
@@ -415,23 +399,20 @@ class Core:
                 if call.is_hook or not self.policy.on_failure:
                     raise self.failure_error(blocking)
                 return blocking
-        return now, needs
+        return now
 
     def _submit(self, call: PlannedCall) -> Sent | list[WorkerFailure]:
         """Send a call, planned again if the size of the group has changed since; the caller holds `turn`."""
         try:
-            admitted = self.admit(call)
+            now = self.admit(call)
         except StaleGroupError:
             if call.replan is None:
                 raise
             call = call.replan()
-            admitted = self.admit(call)
-        if isinstance(admitted, list):
-            return admitted
-        now, needs = admitted
+            now = self.admit(call)
+        if isinstance(now, list):
+            return now
         conditions: dict[str, Any] = {} if self.is_owner else {"epoch": now.group_epoch}
-        if needs and self.described.worker_class.concurrent:
-            conditions["needs"] = [tuple(need) for need in needs]
         handles = [now.members[rank].handle for rank in call.called]
         return Sent(call, replies.submit(handles, call.requests_with(conditions)), now.group_epoch)
 

@@ -13,8 +13,7 @@ from fairlead_placement.extension import choose_alive, collect, group_pairs, hea
 
 from .._model import Member
 from .._observe.head import actors_being_made, draining_nodes
-from .._observe.query import ask_nodes
-from .._remote.process import WORKER_GRACE_S, Process, end_trees, find_children
+from .._remote.process import WORKER_GRACE_S, end_trees
 from .._world import Deadline
 
 logger = logging.getLogger(__name__)
@@ -29,8 +28,6 @@ GONE_S = 20.0
 LAST_LOOK_S = 5.0
 # How long an answer may take on its way.
 ANSWERED_S = 2.0
-# If a node does not answer in this time, its children are found by their marks alone.
-FIND_S = 5.0
 
 
 def wait_for_cleanup(ranks: Mapping[Any, int], method: str, deadline: Deadline, is_forced: Callable[[], bool]) -> bool:
@@ -62,22 +59,16 @@ def kill_and_wait(workers: Collection[Member], until: Deadline = Deadline()) -> 
     deadline = time.monotonic() + max(LAST_LOOK_S, 0.8 * (until.left(at_most=2 * GONE_S) or 0.0))
     others = [worker for worker in sorted(workers, key=lambda worker: -worker.rank) if worker.rank]
     first = [worker for worker in workers if not worker.rank]
-    children: dict[Member, list[Process]] = {}
     by_ray = True
     try:
         try:
             by_ray = _wait_until_created(workers, deadline)
-            # When the parent has died, its children can no longer be found through it.
-            known = [worker for worker in workers if worker.pid]
-            within_s = min(FIND_S, max(0.1, deadline - time.monotonic()))
-            found = ask_nodes(known, find_children, within_s=within_s, asks_head=by_ray)
-            children = {worker: below for worker, below in zip(known, found, strict=True) if below}
         finally:  # also after a second Ctrl-C
             _kill(others)
-        left = _wait(others, children, deadline, by_ray=by_ray)
+        left = _wait(others, deadline, by_ray=by_ray)
     finally:
         _kill(first)
-    left += _wait(first, children, deadline, by_ray=by_ray)
+    left += _wait(first, deadline, by_ray=by_ray)
     if not by_ray:
         left.append(f"{len(workers)} worker(s) whose end Ray's head has not confirmed, because it does not answer")
     if left:
@@ -90,18 +81,16 @@ def _kill(workers: Sequence[Member]) -> None:
         ray.kill(worker.handle)
 
 
-def _wait(
-    workers: Sequence[Member], children: Mapping[Member, Sequence[Process]], until: float, *, by_ray: bool
-) -> list[str]:
+def _wait(workers: Sequence[Member], until: float, *, by_ray: bool) -> list[str]:
     """Wait for the end of killed workers, end their processes, and return descriptions of those still alive."""
     now = time.monotonic()
     if not by_ray:
-        return _end_trees(workers, children, min(until, now + LAST_LOOK_S), grace_s=0.0)
+        return _end_trees(workers, min(until, now + LAST_LOOK_S), grace_s=0.0)
     # A dead actor answers this at once with an error; nothing answers after a kill except that.
     deadline = min(until, now + GONE_S)
     answers = collect({at: one.handle.__ray_ready__.remote for at, one in enumerate(workers)}, max(0.1, deadline - now))
     alive = [error for _, error in answers.values() if isinstance(error, ray.exceptions.GetTimeoutError)]
-    left = _end_trees(workers, children, deadline, grace_s=WORKER_GRACE_S)
+    left = _end_trees(workers, deadline, grace_s=WORKER_GRACE_S)
     return left if left or not alive else [f"{len(alive)} worker(s) that Ray has not ended within {GONE_S:g} s"]
 
 
@@ -132,13 +121,7 @@ def _draining_nodes() -> Collection[str]:
         return frozenset()
 
 
-def _end_trees(
-    workers: Sequence[Member],
-    children: Mapping[Member, Sequence[Process]],
-    deadline: float,
-    *,
-    grace_s: float,
-) -> list[str]:
+def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) -> list[str]:
     """End the processes of workers on all nodes at once; return descriptions of those alive at the deadline."""
     by_node = group_pairs((worker.node_id, worker) for worker in workers)
     pause = 0.1
@@ -148,7 +131,6 @@ def _end_trees(
         asks = {
             node_id: (
                 [worker.key for worker in there if worker.pid],
-                [child for worker in there for child in children.get(worker, ())],
                 [worker.mark for worker in there],
                 max(0.1, within_s - ANSWERED_S),
                 grace_s,

@@ -18,6 +18,7 @@ from fairlead_placement.extension import choose_alive, collect, head_deadline
 from .. import _world
 from .._model import Member
 from .._observe.head import dead_actors
+from .._observe.memory import find_killed
 from .._observe.query import ask_nodes
 from .._observe.remote_errors import explain_errors
 from .._ray_private import how_it_ended, is_known_dead, lost_with
@@ -246,7 +247,7 @@ def _ask_actors(core: Core, members: Iterable[Member], within_s: float) -> Losse
 def _ask_guards(core: Core, lost: Losses, within_s: float) -> Losses:
     """Return losses with the kind and the cause of those that the memory guards of the nodes have ended."""
     killed = [one for one, loss in lost.items() if loss.kind == "killed"]
-    if core.memory_limit is None or not killed:
+    if not core.memory_limit or not killed:
         return lost
-    causes = core.memory_limit.find_killed(killed, max(0.0, within_s))
+    causes = find_killed(killed, within_s)
     return lost | {one: one.failure("out-of-memory", cause) for one, cause in causes.items()}

@@ -18,7 +18,6 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from .._model import GroupState, Member, Place, configure_ask
-from .._observe.memory import MemoryLimit
 from .._observe.publications import ANSWER_S
 from .._observe.query import look_at_starts
 from .._observe.registration import Registration, actor_name
@@ -54,7 +53,7 @@ class GroupSpec:
     env_vars: EnvVars
     options: WorkerOptions
     compression: str | None  # of gradients
-    memory_limit: MemoryLimit | None
+    memory_limit: int
     token: str  # identifies the group among all groups of all drivers
     concurrent: bool | Literal["auto"]  # whether async methods overlap; "auto" if there are any
     start_timeout_s: float
@@ -131,8 +130,6 @@ class Provisioner(Described):
         self.spec = dataclasses.replace(self.spec, args=(), kwargs={})
         self._registration = Registration(self._core, self.spec.token, described.name, methods=described.to_dict())
         self.owned.own(("publication",), self._registration.withdraw)
-        if (limit := self.spec.memory_limit) is not None:
-            self.owned.own(("memory guards",), limit.release)
         self._launch = launch
         members = tuple(self._next_member(before, place, 0, 0) for place in places)
         return Staged(dataclasses.replace(before, members=members), launch, lease)
@@ -204,10 +201,7 @@ class Provisioner(Described):
         if staged.lease is None:
             self._drop_ports(None)
             staged.lease = self._lease_port(staged.state.members[0].place.slot, until)
-        members = self._construct(staged, members, until, check)
-        if self.spec.memory_limit is not None:
-            self.spec.memory_limit.guard([*members.values()], until, self._core)
-        return members
+        return self._construct(staged, members, until, check)
 
     def publish(self, starting: Mapping[int, Member] | None = None, *, wait: bool = False) -> None:
         """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
@@ -296,6 +290,7 @@ class Provisioner(Described):
                 **shared,
                 **mine,
                 "tree": f"{member.mark}{member.incarnation}",
+                "memory_limit": spec.memory_limit,
                 "env": {**worker.environment.variables, **mine["env"]},
                 "path": list(worker.environment.path),
                 "devices": device_facts(worker.place, slots_on[worker.place.slot.node_id], spec.options),

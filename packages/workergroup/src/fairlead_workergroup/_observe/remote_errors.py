@@ -23,9 +23,7 @@ def explain_errors(errors: Mapping[Member, BaseException], method: str = "") -> 
     first.__suppress_context__ = True  # the error of another worker, with a traceback of its own
     shown: BaseException = first
     cause = getattr(first, "cause", None)
-    if (made := getattr(cause, "fairlead_error", None)) is not None:  # see `Need`
-        shown = ray.cloudpickle.loads(made[0])(worker.rank, *made[1:])
-    elif type(cause) is RayError and (type_name := getattr(cause, "fairlead_type", None)) is not None:
+    if type(cause) is RayError and (type_name := getattr(cause, "fairlead_type", None)) is not None:
         shown = RemoteError(type_name, str(cause), remote_traceback(first), worker.rank)
     elif _is_unknown_here(first):
         shown = RemoteError(*_read_last_line(first), remote_traceback(first), worker.rank)

@@ -24,7 +24,7 @@ from .describe import load
 from .devices import show_devices
 from .process import mark_tree, start_tick
 from .progress import OverlappingRecord, Record
-from .reaper import start_reaper
+from .reaper import start_reaper, verdict_of
 from .references import dump, has_references
 from .stacks import write_stacks_on_signal
 
@@ -88,7 +88,9 @@ class WorkerHost:
         add_to_path(facts["path"])
         if "tree" in facts:
             self._fairlead_page = mark_tree(facts["tree"])
-            start_reaper(facts["tree"])
+            limit = facts.pop("memory_limit")
+            verdict = verdict_of(ray.get_runtime_context().get_actor_id()) if limit else ""
+            start_reaper(facts["tree"], limit, verdict)
         self._fairlead_record = self._fairlead_record_class(self._fairlead_methods, write_stacks_on_signal())
         self._fairlead_key = self._fairlead_record.begin(0)
         published = types.ModuleType("_fairlead_worker")
@@ -108,16 +110,14 @@ class WorkerHost:
     def _fairlead_begin(self, how: Mapping[str, Any], flat: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a method of this host, or a function in its place, as `how` describes; return its result as it is.
 
-        It has the name of the `method`. If it has an `epoch`, a worker in another one refuses the request; `needs` are
-        the conditions of `Need`; `plan` is that of `_regroup`; with `function`, the first value is a pickled function.
+        It has the name of the `method`. If it has an `epoch`, a worker in another one refuses the request; `plan` is
+        that of `_regroup`; with `function`, the first value is a pickled function.
         """
         method, epoch = how["method"], how.get("epoch")
         if epoch is not None and epoch != (own := sys.modules["_fairlead_worker"].facts["epoch"]):
             refusal = RayError(f"{method!r} was planned for epoch {epoch}, and this worker is in epoch {own}.")
             refusal.fairlead_epochs = epoch, own
             raise refusal
-        for pickled, values in how.get("needs", ()):
-            ray.cloudpickle.loads(pickled)(*values)
         if "plan" in how:
             flat, kwargs = _regroup(how["plan"], flat)
         return (

@@ -2,24 +2,19 @@
 """Processes of a machine: a worker with everything that it has started, how they end, and their memory.
 
 The reaper of a worker runs the text of this module, so it imports the standard library only.
-When a parent dies, its children get another parent. So a worker marks the processes that it starts: programs inherit a
-variable of its environment, and forks inherit a page of its memory."""
+A worker leads a process group. What leaves the group has the mark of the worker: programs inherit a variable of its
+environment, and forks inherit a page of its memory."""
 
 import contextlib
-import functools
 import mmap
 import os
 import signal
-import sys
-import threading
 import time
-import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 # A pid and a start tick, because the system reuses pids.
 Process = tuple[int, int]
-# The parent and the start tick of each process of a machine, by pid.
+# The process group and the start tick of each process of a machine, by pid.
 Table = Mapping[int, tuple[int, int]]
 # An identity, and whether the process is the worker itself.
 Mark = tuple[bytes, bool]
@@ -31,17 +26,13 @@ PAGE = b"fairlead-tree-"
 # Ray takes about 5 s at worst to end a worker. A function on its node kills it if it is alive after this time.
 WORKER_GRACE_S = 8.0
 # How long children may take to end after SIGTERM before they get SIGKILL.
-CHILD_GRACE_S = 2.0
+CHILD_GRACE_S = 1.0
 # How long a process may take to end after SIGKILL.
 KILLED_S = 4.0
-# The pause between two searches for children while some are ending, because they may start others.
+# The pause between two searches for processes that are ending, because they may start others.
 LOOK_EVERY_S = 0.2
 # The pause between two measurements of memory.
-GUARD_EVERY_S = 0.2
-# The pause between two searches for new children, which read every process of the machine.
-GUARD_LOOK_EVERY_S = 1.0
-# How long the processes of one worker may take to end; other workers are not watched during that.
-END_S = 5.0
+GUARD_EVERY_S = 1.0
 
 
 def mark_of(group: str, rank: int) -> str:
@@ -50,7 +41,9 @@ def mark_of(group: str, rank: int) -> str:
 
 
 def mark_tree(identity: str) -> mmap.mmap:
-    """Mark everything that this process starts from now on; keep the returned page, which forks share."""
+    """Lead a process group and mark what this process starts from now on; keep the returned page, which forks share."""
+    if os.getpgrp() != os.getpid():  # Ray 2.60 makes its workers leaders, and earlier versions do not
+        os.setpgid(0, 0)
     os.environ[VARIABLE.decode()] = identity
     # The name has the pid, which tells the worker from its forks, because they have the same page.
     file, page = make_memory_file(f"{PAGE.decode()}{identity}:{os.getpid()}", mmap.PAGESIZE)
@@ -58,91 +51,107 @@ def mark_tree(identity: str) -> mmap.mmap:
     return page
 
 
-class Trees:
-    """Find workers of a machine and what they started: by process, by mark after a death, and by earlier children."""
+# What `Trees.look` returns.
+WORKERS, CHILDREN = 0, 1
 
-    def __init__(self, workers: Iterable[Process], marks: Sequence[str], children: Iterable[Process] = ()) -> None:
+
+class Trees:
+    """Find workers of a machine and what they have started: by process group, and by mark."""
+
+    def __init__(self, workers: Iterable[Process], marks: Sequence[str]) -> None:
         self._workers = set(workers)
-        self._children = set(children)
         self._marks = tuple(mark.encode() for mark in marks)
         # A process that a worker has started is not older than the worker.
         known = len(self._workers) == len(self._marks)
         self._since = min((started for _, started in self._workers), default=0) if known else 0
 
-    def look(
-        self, processes: Table | None = None, read: Callable[[Process], Sequence[Mark]] | None = None
-    ) -> tuple[list[Process], list[Process]]:
-        """Return the workers and the children that run now. Callers may give the processes, and what reads their
-        marks."""
-        processes = read_processes() if processes is None else processes
+    def look(self) -> tuple[list[Process], list[Process]]:
+        """Return the workers and what they have started that run now."""
+        processes = read_processes()
+        members: set[Process] = set()
+        for pid, (_, started) in processes.items():
+            marks = read_marks((pid, started)) if started >= self._since else []
+            if ours := [itself for mark, itself in marks if (mark + b"-").startswith(self._marks)]:
+                (self._workers if any(ours) else members).add((pid, started))
+        leaders = {pid for pid, started in self._workers if self._leads(pid, started, processes)}
+        members.update((pid, started) for pid, (group, started) in processes.items() if group in leaders)
         running = {(pid, started) for pid, (_, started) in processes.items()}
-        for one in running - self._workers - self._children:
-            if one[1] >= self._since:
-                marks = (read or read_marks)(one)
-                is_worker = [itself for mark, itself in marks if (mark + b"-").startswith(self._marks)]
-                if is_worker:
-                    (self._workers if any(is_worker) else self._children).add(one)
-        self._children |= _below(self._workers | self._children, processes)
-        self._children -= self._workers
-        return sorted(self._workers & running), sorted(self._children & running)
+        return sorted(self._workers & running), sorted(members - self._workers)
 
+    @staticmethod
+    def _leads(pid: int, started: int, processes: Table) -> bool:
+        """Return whether the process group of this number is that of a worker, which may have ended.
 
-def find_children(workers: Sequence[Process]) -> list[list[Process]]:
-    """Return the processes below each worker now, found by parent links."""
-    processes = read_processes()
-    return [sorted(_below([worker], processes) - {worker}) for worker in workers]
+        While a process group has members, its number is not the pid of another process.
+        """
+        return processes.get(pid, (pid, started)) == (pid, started)
 
 
 def end_trees(
-    workers: Sequence[Process],
-    children: Sequence[Process],
-    marks: Sequence[str],
-    within_s: float,
-    grace_s: float = WORKER_GRACE_S,
+    workers: Sequence[Process], marks: Sequence[str], within_s: float, grace_s: float = WORKER_GRACE_S
 ) -> list[Process]:
-    """Wait for workers, then end their children with SIGTERM; kill what lasts longer, and return what is alive."""
+    """Wait for workers, then end what they have started with SIGTERM; kill what lasts longer, and return what is alive.
+
+    Args:
+        workers: those whose processes are known; others are found by their marks.
+        marks: what the identities of the workers begin with.
+        within_s: seconds that all of it may take.
+        grace_s: how long the workers may take to end before they are killed.
+    """
     deadline = time.monotonic() + within_s
-    trees = Trees(workers, marks, children)
-    until = _sooner(deadline, grace_s)
-    _wait(workers, until)
-    alive, left = trees.look()
-    if alive:  # including workers whose process was not known
-        _wait(alive, until)
-        send_signal(alive, signal.SIGKILL)
-        _wait(alive, _sooner(deadline, KILLED_S))
-        alive, left = trees.look()
-    until = _sooner(deadline, CHILD_GRACE_S)
-    sent: set[Process] = set()
-    while left and time.monotonic() < until:
-        send_signal([one for one in left if one not in sent], signal.SIGTERM)
-        sent.update(left)
-        _wait(left, _sooner(until, LOOK_EVERY_S))
-        alive, left = trees.look()
-    return kill_trees(trees, deadline - time.monotonic()) if alive or left else []
+    trees = Trees(workers, marks)
+    running = trees.look()
+    for whose, number, limit_s in (
+        (WORKERS, 0, grace_s),
+        (WORKERS, signal.SIGKILL, KILLED_S),
+        (CHILDREN, signal.SIGTERM, CHILD_GRACE_S),
+        (CHILDREN, signal.SIGKILL, KILLED_S),
+    ):
+        until, sent = _sooner(deadline, limit_s), set[Process]()
+        while running[whose] and time.monotonic() < until:
+            send_signal([process for process in running[whose] if process not in sent], number)
+            sent.update(running[whose])
+            _wait(running[whose], _sooner(until, LOOK_EVERY_S))
+            running = trees.look()
+    return [*running[WORKERS], *running[CHILDREN]]
 
 
-def kill_trees(trees: Trees, within_s: float) -> list[Process]:
-    """Kill workers and the processes that they have started; return those that are still alive."""
-    deadline = _sooner(time.monotonic() + within_s, KILLED_S)
-    while True:
-        alive, left = trees.look()
-        there = [*alive, *left]
-        send_signal(there, signal.SIGKILL)
-        if not there or time.monotonic() >= deadline:
-            return there
-        _wait(there, _sooner(deadline, LOOK_EVERY_S))
+def reap(worker: Process, identity: str, is_over: Callable[[float], bool], limit: int, verdict: str) -> None:
+    """Wait for the end of a worker, or end it for its memory; then end what it has started.
 
-
-def end_orphans(worker: Process, identity: str, grace_s: float) -> None:
-    """End the processes of a worker that has ended, unless something else ends them in `grace_s`."""
-    mark = f"{identity}-"  # not the beginning of the identity of another incarnation
-    trees, until = Trees([worker], [mark]), time.monotonic() + grace_s
+    Args:
+        worker: its process.
+        identity: its identity.
+        is_over: waits for its end so many seconds at most, and returns whether it has ended.
+        limit: the bytes of memory that it may hold with its descendants; 0 for any number.
+        verdict: the file that gets both numbers before the worker is killed for its memory.
+    """
+    while limit and not is_over(GUARD_EVERY_S):
+        tree = find_descendants(worker)
+        # Forks share pages with their parent, and a shared page must count once. Measuring that is slow.
+        if sum(map(_private, tree)) > limit and (used := sum(map(_proportional, tree))) > limit:
+            with contextlib.suppress(OSError):  # the limit holds on a node without room for the file too
+                with open(f"{verdict}.part", "w") as file:
+                    file.write(f"{used} {limit}")
+                os.rename(f"{verdict}.part", verdict)
+            send_signal(tree, signal.SIGKILL)
+            break
     time.sleep(LOOK_EVERY_S)  # a process that starts its program has no mark for a moment
-    while any(trees.look()):
-        if time.monotonic() >= until:
-            end_trees([worker], [], [mark], WORKER_GRACE_S)
-            return
-        time.sleep(LOOK_EVERY_S)
+    end_trees([worker], [f"{identity}-"], WORKER_GRACE_S)  # not the beginning of another identity
+
+
+def find_descendants(worker: Process) -> list[Process]:
+    """Return a worker and the processes below it now, found by parent links."""
+    tree, left = [worker], [worker[0]]
+    while left:
+        folder = f"/proc/{left.pop()}/task"
+        with contextlib.suppress(OSError):  # it has just ended
+            for thread in os.listdir(folder):
+                with open(f"{folder}/{thread}/children") as file:
+                    children = [int(pid) for pid in file.read().split()]
+                tree += [(pid, start_tick(pid)) for pid in children]
+                left += children
+    return tree
 
 
 def open_process(process: Process) -> int | None:
@@ -184,29 +193,13 @@ def _wait(processes: Sequence[Process], until: float) -> None:
         pause = min(2 * pause, 0.1)
 
 
-def _below(roots: Collection[Process], processes: Table) -> set[Process]:
-    """Return the roots that run, and all processes below them."""
-    children: dict[int, list[int]] = {}
-    for pid, (parent, _) in processes.items():
-        children.setdefault(parent, []).append(pid)
-    found: set[Process] = set()
-    left = [pid for pid, started in roots if pid in processes and processes[pid][1] == started]
-    while left:
-        pid = left.pop()
-        one = pid, processes[pid][1]
-        if one not in found:
-            found.add(one)
-            left.extend(children.get(pid, ()))
-    return found
-
-
 def read_processes() -> dict[int, tuple[int, int]]:
-    """Return the parent and the start tick of every process except zombies, by pid."""
-    stats = {int(name): _read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
-    return {pid: (int(stat[1]), int(stat[19])) for pid, stat in stats.items() if stat and stat[0] not in ZOMBIE}
+    """Return the process group and the start tick of every process except zombies, by pid."""
+    stats = {int(name): read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    return {pid: (int(stat[2]), int(stat[19])) for pid, stat in stats.items() if stat and stat[0] not in ZOMBIE}
 
 
-def _read_stat(pid: int) -> list[str]:
+def read_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; an empty list if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
@@ -217,13 +210,13 @@ def _read_stat(pid: int) -> list[str]:
 
 def start_tick(pid: int) -> int:
     """Return when a process started, in clock ticks since the machine did; -1 if it has ended or is a zombie."""
-    stat = _read_stat(pid)
+    stat = read_stat(pid)
     return int(stat[19]) if stat and stat[0] not in ZOMBIE else -1
 
 
 def process_state(pid: int) -> str:
     """Return the state in /proc: "R" running, "S" sleeping, "D" uninterruptible, "T" stopped; "" if it has ended."""
-    return next(iter(_read_stat(pid)), "")
+    return next(iter(read_stat(pid)), "")
 
 
 def make_memory_file(name: str, size: int) -> tuple[int, mmap.mmap]:
@@ -269,58 +262,6 @@ def read_marks(process: Process) -> list[Mark]:
             if mark:
                 marks.append((mark, maker == str(pid).encode()))
     return marks
-
-
-def start_guard(workers: Sequence[tuple[int, int, str]], name: str, limit: int) -> list[bool]:
-    """Start a thread that ends workers whose trees hold more unshared bytes than a limit; return who is alive.
-
-    It can be repeated: a process in which a thread guards a worker starts no other thread for that worker.
-    """
-    guarded = _shared("guarded", name)
-    if new := [one for one in workers if one[:2] not in guarded]:
-        guarded.update((one[:2], 0) for one in new)
-        threading.Thread(target=_guard, args=(name, new, limit), daemon=True, name="fairlead-guard").start()
-    return [start_tick(pid) == started for pid, started, _ in workers]
-
-
-def read_verdicts(processes: Sequence[Process], name: str) -> list[int | None]:
-    """Return how many bytes each worker held when the guard ended it; None if the guard did not end it."""
-    verdicts = _shared("verdicts", name)
-    return [verdicts.get((pid, started)) for pid, started in processes]
-
-
-def _shared(kind: str, name: str) -> dict[Process, int]:
-    """Return a table of the guards of a group, which all requests to this process share."""
-    shared: Any = sys.modules.setdefault("_fairlead_guards", types.ModuleType("_fairlead_guards"))
-    table: dict[Process, int] = shared.__dict__.setdefault(f"{kind} {name}", {})
-    return table
-
-
-def _guard(name: str, workers: list[tuple[int, int, str]], limit: int) -> None:
-    trees = {(pid, started): Trees([(pid, started)], [mark]) for pid, started, mark in workers}
-    members: dict[Process, list[Process]] = {}
-    # A process keeps its marks, and reading them is slow.
-    read = functools.lru_cache(maxsize=16_384)(read_marks)
-    measured = dict.fromkeys(trees, 0.0)
-    looked = -GUARD_LOOK_EVERY_S
-    while trees := {worker: tree for worker, tree in trees.items() if start_tick(worker[0]) == worker[1]}:
-        if (now := time.monotonic()) - looked >= GUARD_LOOK_EVERY_S:
-            looked = now
-            processes = read_processes()
-            for worker, tree in trees.items():
-                members[worker] = [process for found in tree.look(processes, read) for process in found]
-        for worker, tree in trees.items():
-            # Forks share pages with their parent, and a shared page must count once. Measuring that is slow, so it is
-            # done only if the cheap measurement passes the limit, and not in every round.
-            if sum(map(_private, members[worker])) <= limit or now - measured[worker] < GUARD_LOOK_EVERY_S:
-                continue
-            measured[worker] = now
-            used = sum(map(_proportional, members[worker]))
-            if used > limit and start_tick(worker[0]) == worker[1]:
-                # Write the verdict before the kill, so that it is there for whoever sees the death.
-                _shared("verdicts", name)[worker] = used
-                kill_trees(tree, END_S)
-        time.sleep(GUARD_EVERY_S)
 
 
 def _private(process: Process) -> int:

@@ -1,37 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small process beside each worker, which ends the worker's tree even if the driver and Ray have been killed."""
+"""A small process beside each worker, which ends the worker's tree even if the driver and Ray have been killed.
+
+It also enforces the limit of the worker's memory, and leaves its verdict in a file."""
 
 import inspect
 import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 
-from .process import VARIABLE, end_orphans, start_tick
+from .._ray_private import session_folder
+from .process import VARIABLE, reap, start_tick
 
-# How long a shutdown or a restart has to end the tree first.
-GRACE_S = 3.0
-# It sleeps in `poll`, and loads the code that ends trees when the worker has ended, because that takes memory.
+# Without a limit it sleeps in `poll`, and loads the code that ends trees afterwards, because that takes memory.
 WAIT = """\
 import select, sys
-worker, program = map(int, sys.argv[1:3])
+worker, program, pid, started, limit = map(int, sys.argv[1:6])
 poll = select.poll()
 poll.register(worker)
-poll.poll()
+if not limit:
+    poll.poll()
 exec(open(program).read())
-end_orphans((int(sys.argv[3]), int(sys.argv[4])), sys.argv[5], float(sys.argv[6]))
+reap((pid, started), sys.argv[6], lambda within_s: bool(poll.poll(1000 * within_s)), limit, sys.argv[7])
 """
-PROGRAM = inspect.getsource(sys.modules[end_orphans.__module__])
+PROGRAM = inspect.getsource(sys.modules[reap.__module__])
 
 
-def start_reaper(identity: str) -> None:
-    """Start the reaper of this process as a child of init, because Ray kills the children of a worker that ends."""
+def start_reaper(identity: str, limit: int = 0, verdict: str = "") -> None:
+    """Start the reaper of this process as a child of init, because Ray kills the children of a worker that ends.
+
+    Args:
+        identity: the mark of the worker's tree.
+        limit: the bytes of memory that the worker may hold with its descendants; 0 for any number.
+        verdict: the file for the verdict, with a limit.
+
+    Raises:
+        OSError: the reaper cannot be started, and there is a limit.
+    """
     pid, program = os.getpid(), os.memfd_create("fairlead-reaper")
     os.write(program, PROGRAM.encode())
     os.lseek(program, 0, os.SEEK_SET)
     try:
         worker = os.pidfd_open(pid)  # no fork of the worker can hold back its end, as it could with a pipe
-        about = map(str, (worker, program, pid, start_tick(pid), identity, GRACE_S))
+        about = map(str, (worker, program, pid, start_tick(pid), limit, identity, verdict))
         subprocess.run(
             ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-I", "-S", "-c", WAIT, *about],
             pass_fds=(worker, program),
@@ -44,6 +56,28 @@ def start_reaper(identity: str) -> None:
         )
         os.close(worker)
     except OSError as error:
+        if limit:
+            raise OSError(f"memory_limit cannot be enforced: the worker's reaper does not start. {error}") from error
         warnings.warn(f"No reaper: what this worker starts may outlive a killed driver. {error}", stacklevel=2)
     finally:
         os.close(program)
+
+
+def read_verdicts(actor_ids: Sequence[str]) -> list[tuple[int, int] | None]:
+    """Return the bytes that each worker of this node held and its limit, if its reaper has ended it for that."""
+    return [read_verdict(verdict_of(actor_id)) for actor_id in actor_ids]
+
+
+def read_verdict(path: str) -> tuple[int, int] | None:
+    """Return both numbers of a verdict; None if there is none."""
+    try:
+        with open(path) as file:
+            used, limit = file.read().split()
+    except FileNotFoundError:
+        return None
+    return int(used), int(limit)
+
+
+def verdict_of(actor_id: str) -> str:
+    """Return the path of the verdict on a worker of this node."""
+    return f"{session_folder()}/fairlead-memory-{actor_id}"

@@ -59,10 +59,6 @@ def read_master_ports(options: WorkerOptions) -> tuple[int, int] | None:
     )
 
 
-# Workers need not have this package.
-ray.cloudpickle.register_pickle_by_value(_ray_private)
-
-
 @functools.cache
 def _limit() -> bytes:
     pickled: bytes = ray.cloudpickle.dumps(_ray_private.limit_devices)

@@ -14,7 +14,7 @@ from fairlead_workergroup import (
     RayWorkerGroup,
     WorkerFailureError,
     WorkerGroupError,
-    spi,
+    extension,
 )
 from fairlead_workergroup.testing import kill
 
@@ -57,11 +57,11 @@ class Overlapping(Worker):
 
 
 def send(group, function, *args, ranks=None, **options):
-    snapshot = spi.read_members(group)
+    snapshot = extension.read_members(group)
     pickled = ray.cloudpickle.dumps(function)
     chosen = range(group.world_size) if ranks is None else ranks
     return {
-        rank: (snapshot[rank], spi.send_function(snapshot[rank], "a function", pickled, *args, **options))
+        rank: (snapshot[rank], extension.send_function(snapshot[rank], "a function", pickled, *args, **options))
         for rank in chosen
     }
 
@@ -74,40 +74,42 @@ def test_functions_and_replies(gate, wait_until_running):
     """A function gets the user's instance; replies are values, the worker's own errors, losses, or late."""
     with RayVirtualCluster([3], use_gpus=False) as cluster:
         group = RayWorkerGroup(cluster, RayWorkerBuilder(Worker))
-        before = spi.read_members(group)
+        before = extension.read_members(group)
         for options in ({}, {"alone_within_s": 60.0}):
-            replies = spi.collect(group, send(group, lambda worker, x: worker.value() + x, 3, **options), 60)
+            replies = extension.collect(group, send(group, lambda worker, x: worker.value() + x, 3, **options), 60)
             assert {rank: reply.value for rank, reply in replies.items()} == dict.fromkeys(range(3), 10)
             assert all(reply.is_good for reply in replies.values())
-        (failed,) = spi.collect(group, send(group, fail, ranks=[1]), 30).values()
+        (failed,) = extension.collect(group, send(group, fail, ranks=[1]), 30).values()
         assert isinstance(failed.error, ArithmeticError)
         assert failed.worker.rank == 1
 
         requests = send(group, wait_for, gate, ranks=[2])
         wait_until_running(group, "<function>", 2)
-        (late,) = spi.collect(group, requests, 0.2).values()
+        (late,) = extension.collect(group, requests, 0.2).values()
         assert late.late.rank == 2
         assert late.late.method == "<function>"
         queued = send(group, lambda worker: setattr(worker, "seen", True), ranks=[2])
         time.sleep(0.3)  # long enough to reach the worker; the rest is right in any case
-        spi.cancel(queued)
+        extension.cancel(queued)
         gate.touch()
-        (checked,) = spi.collect(group, send(group, lambda worker: hasattr(worker, "seen"), ranks=[2]), 60).values()
+        (checked,) = extension.collect(
+            group, send(group, lambda worker: hasattr(worker, "seen"), ranks=[2]), 60
+        ).values()
         assert checked.value is False
 
         kill(group, 0)
-        replies = spi.collect(group, send(group, lambda worker: 1), 30, all_of_them=True)
+        replies = extension.collect(group, send(group, lambda worker: 1), 30, all_of_them=True)
         assert replies[0].failure.kind == "killed"
         assert replies[1].is_good
         assert replies[2].is_good
-        after = spi.read_members(group)
+        after = extension.read_members(group)
         assert after.version > before.version
         assert after[0].lost is not None
         with pytest.raises(WorkerFailureError):
             group.call("value")
         group.shutdown()
         with pytest.raises(WorkerGroupError, match="has been shut down"):
-            spi.read_members(group)
+            extension.read_members(group)
 
 
 def test_function_that_has_an_asyncio_worker_for_itself(gate, wait_until_running):
@@ -127,19 +129,19 @@ def test_function_that_has_an_asyncio_worker_for_itself(gate, wait_until_running
         requests = [send(group, alone, alone_within_s=60.0) for _ in range(3)]
         calls += [group.call("work", 0.05) for _ in range(20)]
         for request in requests:
-            assert spi.collect(group, request, 60)[0].value == (0, 0)
+            assert extension.collect(group, request, 60)[0].value == (0, 0)
         for call in calls:
             call.result(timeout=60)
         assert group.call(lambda worker: worker.most, collect=()).result() > 1
 
         slow = group.call("work_until", gate)
         wait_until_running(group, "work_until", 0)
-        (reply,) = spi.collect(group, send(group, alone, alone_within_s=0.1), 60).values()
+        (reply,) = extension.collect(group, send(group, alone, alone_within_s=0.1), 60).values()
         assert isinstance(reply.error, TimeoutError)
         assert "1 methods were still running" in str(reply.error)
         gate.touch()
         slow.result()
-        assert spi.collect(group, send(group, fail, alone_within_s=60.0), 60)[0].error.args == ("broken",)
+        assert extension.collect(group, send(group, fail, alone_within_s=60.0), 60)[0].error.args == ("broken",)
         assert group.call("value").result() == [7]
 
 
@@ -157,7 +159,7 @@ def test_check_calls(shared_cluster, puts, requests):
             raise Refused(f"rank(s) {sorted(refused.intersection(ranks))} must not run {method!r}")
 
     with RayWorkerGroup(shared_cluster, Worker, [2]) as group:
-        end = spi.check_calls(group, check)
+        end = extension.check_calls(group, check)
         puts.clear()
         with pytest.raises(Refused, match="must not run 'value'"):
             group.call("value")
@@ -172,18 +174,3 @@ def test_check_calls(shared_cluster, puts, requests):
         end()
         end()
         assert group.call("value").result() == [7, 7]
-
-
-def test_add_state(shared_cluster):
-    """`state` shows what packages know of a group, each under a key of its own, until they end that."""
-    group = RayWorkerGroup(shared_cluster, Worker, [1])
-    end = spi.add_state(group, "weights", lambda: {"version": 3})
-    with pytest.raises(ValueError, match="shows something under 'weights' already"):
-        spi.add_state(group, "weights", dict)
-    assert group.state().shown == {"weights": {"version": 3}}
-    end()
-    end()
-    assert group.state().shown == {}
-    spi.add_state(group, "weights", dict)
-    group.shutdown()
-    assert group.state().shown == {}

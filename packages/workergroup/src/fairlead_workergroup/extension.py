@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import ray
 
 from ._group import RayWorkerGroup
-from ._membership.core import Need, find_core
+from ._membership.core import find_core
 from ._membership.losses import find_losses
 from ._model import GroupState, Member
 from ._observe.publications import read_groups
@@ -26,9 +26,7 @@ from .exceptions import LateWorker, WorkerFailure
 
 __all__ = [
     "Member",
-    "Need",
     "Reply",
-    "add_state",
     "cancel",
     "check_calls",
     "collect",
@@ -158,15 +156,12 @@ def cancel(requests: Mapping[int, tuple[Member, Any]]) -> None:
         cancel_calls(list(requests.values()), within_s=LOOK_S)
 
 
-def check_calls(group: RayWorkerGroup, check: Callable[[str, Sequence[int]], Need | None]) -> Callable[[], None]:
+def check_calls(group: RayWorkerGroup, check: Callable[[str, Sequence[int]], None]) -> Callable[[], None]:
     """Let a function refuse calls that this process makes with a group; return the function that ends that.
 
     It gets the name of the method and the ranks, and refuses the call by an error, which its caller gets. It is asked
     before anything is stored, and again when the call is sent, and must not wait. Calls that a change of membership
     makes, such as `Restart.method`, are not checked.
-
-    It may return a condition, which workers whose async methods overlap check when they begin the method: Ray may
-    deliver the call to them after a request that was sent later.
     """
     return _add(find_core(group).checks, check)
 
@@ -177,28 +172,6 @@ def wait_for_turn(group: RayWorkerGroup, timeout_s: float) -> bool:
     While the group changes its members no call is sent, so this waits for the end of the change.
     """
     return find_core(group).wait_for_turn(Deadline.after(timeout_s))
-
-
-def add_state(group: RayWorkerGroup, key: str, read: Callable[[], Any]) -> Callable[[], None]:
-    """Show what a package knows of a group in `state().shown`; return the function that ends that.
-
-    Args:
-        group: the group.
-        key: the key, which no other package uses.
-        read: returns the value. It must not wait, and must not refer to the group.
-
-    Raises:
-        ValueError: another function shows something under this key.
-    """
-    shown = find_core(group).shown
-    if shown.setdefault(key, read) is not read:
-        raise ValueError(f"state() of {group!r} shows something under {key!r} already")
-
-    def end() -> None:
-        if shown.get(key) is read:
-            del shown[key]
-
-    return end
 
 
 def _add(entries: list[_Entry], entry: _Entry) -> Callable[[], None]:
