@@ -22,7 +22,8 @@ from unittest import mock
 from ray import cloudpickle
 
 from fairlead_placement import Slot
-from fairlead_workergroup._observe import observer, query
+from fairlead_workergroup import _observer as observer
+from fairlead_workergroup._observe import query
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import Record
 

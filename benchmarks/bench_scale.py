@@ -26,9 +26,9 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard
 from fairlead_workergroup._calls.plan import Mesh, make_columns, make_requests, plan_call
-from fairlead_workergroup._membership.model import Member, Started
-from fairlead_workergroup._membership.roster import Roster
-from fairlead_workergroup._observe.observer import Observer
+from fairlead_workergroup._membership.core import Core
+from fairlead_workergroup._model import GroupState, Member, RestartPolicy
+from fairlead_workergroup._observer import Observer
 from fairlead_workergroup._start.environment import WorkerPython
 from fairlead_workergroup._start.launch import WINDOW, create_actors, plan_workers, wait_started
 from fairlead_workergroup._start.layout import lay_out
@@ -58,7 +58,8 @@ def simulated_rows() -> Iterator[Row]:
 
     began, cpu = time.perf_counter(), time.process_time()
     places = lay_out(make_slots(SIMULATED_NODES, SIMULATED_PER_NODE), prefix="sim")
-    plans = plan_workers(places, described, sharding=sharding, env_vars={}, python=WorkerPython())
+    places = tuple(replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places)
+    plans = plan_workers(places, described, env_vars={}, python=WorkerPython())
     planned_cpu = time.process_time() - cpu
     suffixes = [str(rank) for rank in range(count)]
     actors: dict[int, Any] = {}
@@ -70,7 +71,11 @@ def simulated_rows() -> Iterator[Row]:
         add=lambda plan, actor: actors.update({plan.place.rank: actor}),
     )
     started = [actors[rank]._fairlead_start.remote({"rank": rank}, [], [], {}) for rank in range(count)]
-    wait_started(started, plans, name="sim", timeout_s=600.0, check=lambda: None)
+    members = [
+        Member(place, handle=actors[place.rank], actor_id=suffixes[place.rank], node_id=place.slot.node_id)
+        for place in places
+    ]
+    wait_started(started, members, name="sim", timeout_s=600.0, check=lambda: None)
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
 
     each, most = planned_cpu / count, head.most_waiting
@@ -92,15 +97,14 @@ def simulated_rows() -> Iterator[Row]:
     yield Row("  simulated: of that, planning", f"{each * 1e6:.0f} us each", "at most 150 us", each <= 150e-6)
 
     agents = Agents()
-    roster = Roster("sim", places, sharding)
+    core = Core("sim", places, sharding, policy=RestartPolicy())
     pid, tick = agents.process
-    here = [replace(plan.process, pid=pid, started=tick) for plan in plans]
-    started = [Started(actors[one.rank], places[one.rank], one) for one in here]
-    roster.commit(epoch=0, sharding=sharding, places=places, facts=(), started=started, resize=None)
+    here = tuple(replace(one, pid=pid, started=tick) for one in members)
+    core.commit(GroupState(0, 0, sharding, here, phase="serving"))
 
-    yield from _call_rows(sharding, roster.now.members)
+    yield from _call_rows(sharding, core.now.members)
 
-    look = Observer(roster)
+    look = Observer(core)
     with agents.installed([place.slot.node_id for place in places]):
         statuses = look.read_status(300.0)
     assert len(statuses) == count

@@ -5,6 +5,7 @@ python benchmarks/bench_workergroup.py
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import statistics
@@ -27,7 +28,6 @@ from fairlead_placement.extension import run_on_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
 from fairlead_workergroup._calls.plan import Mesh, _piece_index, make_columns, make_plan, make_requests, plan_call
-from fairlead_workergroup._membership.model import WorkerProcess
 from fairlead_workergroup._observe import query
 from fairlead_workergroup._observe.query import ask_nodes
 from fairlead_workergroup._remote import progress as _records
@@ -283,10 +283,12 @@ def _status_rows() -> Iterator[Row]:
                 RayWorkerGroup(reserved, Worker) as group,
             ):
                 nodes = list(dict.fromkeys(worker["node_id"] for worker in group.worker_metadata))
+                members = group.state().members
                 facts = [
-                    WorkerProcess(rank, {}, nodes[rank % 4], "", pid, start_tick(pid)) for rank, pid in enumerate(pids)
+                    dataclasses.replace(members[0], node_id=nodes[rank % 4], pid=pid, started=start_tick(pid))
+                    for rank, pid in enumerate(pids)
                 ]
-                facts += group._roster.now.processes
+                facts += members
 
                 def status() -> None:
                     group.get_worker_status()

@@ -12,7 +12,7 @@ import pytest
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.extension import read_holders
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import EpochError, RayWorkerGroup, Restart, current_worker
+from fairlead_workergroup import RayWorkerGroup, Restart, StaleGroupError, current_worker
 from fairlead_workergroup.testing import kill
 
 KINDS = {"fairlead-change", "fairlead-finalizers", "fairlead-io"}
@@ -87,7 +87,7 @@ def test_three_kinds(local_ray, names, eventually):
 
 
 def step_of(handle):
-    with contextlib.suppress(EpochError):  # it has not seen the resize yet
+    with contextlib.suppress(StaleGroupError):  # it has not seen the resize yet
         return handle.call("step").result()
 
 

@@ -71,7 +71,7 @@ def watch(group: wg.RayWorkerGroup) -> None:
     assert_type(group.detect_stuck_workers(60), list[wg.StuckWorker])
     assert_type(group.restart_failed_workers(), list[int])
     assert_type((group.resize(dp=3), group.restart([0]), group.shutdown("save")), tuple[int, list[int], bool])
-    state = group.inspect()
+    state = group.state()
     assert_type(state, wg.GroupState)
     testing.kill(group, 0)
     testing.stop(group, 0)
@@ -82,9 +82,9 @@ def read_errors(error: Exception) -> None:
     match error:
         case wg.CallTimeoutError() | wg.ResizeTimeoutError():
             assert_type(error.late, tuple[wg.LateWorker, ...])
-        case wg.WorkerFailureError() | wg.BrokenEpochError():
+        case wg.WorkerFailureError():
             assert_type(error.failures, tuple[wg.WorkerFailure, ...])
-        case wg.EpochError():
+        case wg.StaleGroupError():
             assert_type((error.epoch, error.ran, error.refused), tuple[int, tuple[int, ...], tuple[int, ...]])
         case wg.RemoteError() | wg.WorkerStartError():
             assert_type(error.remote_traceback, str)

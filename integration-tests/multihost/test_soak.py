@@ -16,7 +16,6 @@ import pytest
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
-    BrokenEpochError,
     CallTimeoutError,
     RayWorkerGroup,
     ResizeTimeoutError,
@@ -187,10 +186,11 @@ def test_soak(hosts):
                         else:
                             group.resize(dp=wanted, timeout=30)
                     counts[name] += 1
-                except BrokenEpochError as error:
-                    faults.explain({failure.rank for failure in error.failures}, error)
-                    counts["BrokenEpochError"] += 1
-                except (ResizeTimeoutError, WorkerFailureError, WorkerStartError, ValueError):
+                except WorkerFailureError as error:
+                    broken = [one for one in error.failures if one.kind == "resize-failed"]
+                    faults.explain({failure.rank for failure in error.failures} if broken else set(), error)
+                    counts["a broken resize" if broken else f"{name} that changed nothing"] += 1
+                except (ResizeTimeoutError, WorkerStartError, ValueError):
                     # Of a move also a ValueError, when all slots are in use.
                     counts[f"{name} that changed nothing"] += 1
 

@@ -34,7 +34,7 @@ def fail_at(group, rank, side, phase, how):
 
     member = read_members(group).members[rank]
     ref = send_function(member, "plan_fault", ray.cloudpickle.dumps(plan_fault))
-    reply = collect(group, {rank: (member.process, ref)}, 30.0)[rank]
+    reply = collect(group, {rank: (member, ref)}, 30.0)[rank]
     assert reply.is_good, reply
 
 

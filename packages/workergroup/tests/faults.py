@@ -22,15 +22,21 @@ from ray.experimental.locations import get_local_object_locations
 from fairlead_placement import PlacementError, PlacementTimeoutError, extension
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as placement_head
-from fairlead_workergroup import _ray_private
-from fairlead_workergroup._calls import core, handle
-from fairlead_workergroup._lifecycle import crew, delivery, launcher, shutdown
-from fairlead_workergroup._membership import judge, machine, steps
+from fairlead_workergroup import _model, _observer, _ray_private
+from fairlead_workergroup._calls import handle
+from fairlead_workergroup._membership import (
+    change,
+    core,
+    delivery,
+    ends,
+    losses,
+    operations,
+    provision,
+    shutdown,
+)
 from fairlead_workergroup._observe import (
     display,
-    evidence,
     head,
-    observer,
     publications,
     query,
     registration,
@@ -52,7 +58,7 @@ def limit_requests_to_the_head(patch: Patch, seconds: float) -> None:
         (placement_head, "HEAD_S"),
         (head, "REQUEST_S"),
         (handle, "HEAD_S"),
-        (evidence, "LOOK_S"),
+        (losses, "LOOK_S"),
     ):
         patch.setattr(module, name, seconds)
 
@@ -80,7 +86,7 @@ def limit_starts_of_single_workers(patch: Patch, seconds: float) -> None:
 
 def limit_ends_of_workers(patch: Patch, seconds: float) -> None:
     """Let a shutdown wait this long for a worker before it kills the process."""
-    patch.setattr(shutdown, "WORKER_GRACE_S", seconds)
+    patch.setattr(ends, "WORKER_GRACE_S", seconds)
 
 
 def limit_ends_of_children(patch: Patch, seconds: float) -> None:
@@ -90,7 +96,7 @@ def limit_ends_of_children(patch: Patch, seconds: float) -> None:
 
 def limit_waits_for_room(patch: Patch, seconds: float) -> None:
     """Let the end of workers wait this long for those that Ray has not created, as it may have no room for them."""
-    patch.setattr(shutdown, "MADE_S", seconds)
+    patch.setattr(ends, "MADE_S", seconds)
 
 
 def report_late_workers_every(patch: Patch, seconds: float) -> None:
@@ -100,7 +106,7 @@ def report_late_workers_every(patch: Patch, seconds: float) -> None:
 
 def longest_shutdown(timeout_s: float) -> float:
     """Return how long a shutdown with a timeout may take while Ray's head is silent."""
-    return timeout_s + shutdown.LAST_LOOK_S
+    return timeout_s + ends.LAST_LOOK_S
 
 
 # Ray's head, and the agents of nodes.
@@ -127,13 +133,13 @@ def watch_requests_to_the_head(patch: Patch) -> Callable[[], set[str]]:
 def note_requests_for_dead_actors(patch: Patch) -> list[int]:
     """Let Ray's head know of no dead actor; return a list that gets an entry for each request for them."""
     asked: list[int] = []
-    patch.setattr(evidence, "dead_actors", lambda: asked.append(1) or frozenset())
+    patch.setattr(losses, "dead_actors", lambda: asked.append(1) or frozenset())
     return asked
 
 
 def explain_no_death(patch: Patch) -> None:
     """Let Ray report the death of a worker without its cause."""
-    patch.setattr(evidence.RayWitnesses, "ray", lambda witnesses, workers, within_s: {})
+    patch.setattr(losses, "_ask_actors", lambda *_: {})
 
 
 def publish(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,6 +151,12 @@ def let_boards_have(patch: Patch, boards: Mapping[Any, Mapping[str, Any] | Excep
     """Let the cluster have these boards, or errors in place of their answers."""
     patch.setattr(publications, "find_boards", lambda *_: list(boards))
     patch.setattr(publications, "read_boards", lambda found, prefix, timeout_s: {one: boards[one] for one in found})
+
+
+def read_published(patch: Patch, group_id: str) -> Any:
+    """Return the group with an id as a handle finds it, without waiting for one that is about to be published."""
+    patch.setattr(publications, "PUBLISHED_AGAIN_S", 0.0)
+    return publications.read_group(group_id, "01", "a")
 
 
 def find_groups() -> list[Any]:
@@ -186,14 +198,14 @@ def drain_without_agents(patch: Patch, nodes: set[str]) -> list[str]:
         answers = extension.run_on_nodes(function, asks, **options)
         return answers | {node_id: PlacementError("not schedulable") for node_id in asks if node_id in nodes}
 
-    patch.setattr(shutdown, "run_on_nodes", run_on_nodes)
-    patch.setattr(shutdown, "draining_nodes", lambda: frozenset(nodes))
+    patch.setattr(ends, "run_on_nodes", run_on_nodes)
+    patch.setattr(ends, "draining_nodes", lambda: frozenset(nodes))
     return silent
 
 
 def end_processes_by(patch: Patch, function: Callable[..., object]) -> None:
     """Let the agents of nodes run a function of the test to end the processes of workers."""
-    patch.setattr(shutdown, "end_trees", function)
+    patch.setattr(ends, "end_trees", function)
 
 
 def keep_processes_alive(patch: Patch) -> None:
@@ -204,7 +216,7 @@ def keep_processes_alive(patch: Patch) -> None:
 
 def let_nodes_report(patch: Patch, rows: Mapping[int, Mapping[str, Any] | None]) -> None:
     """Let the nodes answer a look at workers with these rows, given by rank; without one, a node is silent."""
-    patch.setattr(observer, "ask_nodes", lambda workers, *_: [rows.get(worker.rank) for worker in workers])
+    patch.setattr(_observer, "ask_nodes", lambda workers, *_: [rows.get(worker.rank) for worker in workers])
 
 
 @contextlib.contextmanager
@@ -284,25 +296,26 @@ def act_before(patch: Patch, owner: Any, name: str, act: Callable[[], object]) -
 
 def act_in_steps(patch: Patch, act: Callable[[str], object]) -> None:
     """Let `act` run before these steps of a change of a group, with the name that `docs/architecture.md` gives it."""
-    end = crew.Crew.end
+    end, plan_restart = change._Run._end, operations._find_lost
 
     def act_and_end(own: Any, ranks: Sequence[int]) -> Any:
         if ranks:  # no process ends in a resize that starts others only
             act("end, construct")
         return end(own, ranks)
 
-    patch.setattr(crew.Crew, "end", act_and_end)
-    for owner, name, step in (
-        (machine.Membership, "_carry_out", "plan"),
-        (delivery.Delivery, "quiesce", "quiesce"),
-        (steps.Steps, "_deliver_facts", "deliver"),
-    ):
-        act_before(patch, owner, name, partial(act, step))
+    def act_and_plan(*args: Any) -> Any:
+        act("plan")
+        return plan_restart(*args)
+
+    patch.setattr(change._Run, "_end", act_and_end)
+    patch.setattr(operations, "_find_lost", act_and_plan)
+    act_before(patch, change, "drain", partial(act, "quiesce"))
+    act_before(patch, change._Run, "deliver", partial(act, "deliver"))
 
 
 def act_before_calls_are_awaited(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run when a change of a group begins to wait for the calls that were made before it."""
-    act_before(patch, delivery.Delivery, "quiesce", act)
+    act_before(patch, change, "drain", act)
 
 
 def act_while_a_change_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
@@ -325,18 +338,18 @@ def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
 
 
 def act_before_losses_are_judged(patch: Patch, act: Callable[[], object]) -> None:
-    """Let `act` run when a thread is about to find out which workers are lost."""
-    act_before(patch, judge.Judge, "ask", act)
+    """Let `act` run when a shutdown is about to find out which workers are lost."""
+    act_before(patch, shutdown, "look_at_head", act)
 
 
 def act_before_nodes_look(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run when a status has the members of the group, and before the nodes look at them."""
-    act_before(patch, observer, "ask_nodes", act)
+    act_before(patch, _observer, "ask_nodes", act)
 
 
 def act_before_processes_are_awaited(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run when the end of workers begins to wait for Ray, such as for actors that it is creating."""
-    act_before(patch, shutdown, "wait_until", act)
+    act_before(patch, ends, "wait_until", act)
 
 
 def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
@@ -369,7 +382,7 @@ def note_deadlines_of_a_start(patch: Patch, *, takes_s: float) -> list[float]:
         return recorded
 
     for name in ("prepare_python", "describe_class"):
-        patch.setattr(launcher, name, record(getattr(launcher, name)))
+        patch.setattr(provision, name, record(getattr(provision, name)))
     return given
 
 
@@ -383,43 +396,42 @@ def find_running(pids: Iterable[int]) -> list[int]:
 
 def is_ending(group: Any) -> bool:
     """Return whether a shutdown of a group has begun."""
-    return bool(group._roster.ending)
+    return bool(group._core.ending)
 
 
 def runs_overlapping_methods(group: Any) -> bool:
     """Return whether the async methods of the workers of a group overlap."""
-    return bool(group._launcher.worker_class.concurrent)
+    return bool(group._provisioner.worker_class.concurrent)
 
 
 @contextlib.contextmanager
 def restarting(group: Any, rank: int) -> Iterator[None]:
     """Let a group record that a rank is being restarted."""
-    group._roster.mark_restarting([rank])
-    group._roster.record_relaunch([rank], counted=[], together=False)
+    group._core.advance(restarting=(rank,))
     try:
         yield
     finally:
-        group._roster.mark_restarting([rank], running=False)
+        group._core.advance(restarting=())
 
 
 def fail_to_release_the_port(group: Any) -> None:
     """Let the agent that holds the master port of a group not answer when it should release it."""
-    lease = group._resources.lease
+    releases = group._provisioner.owned._releases
+    (key,) = group._provisioner.owned.keys("port of an earlier epoch")
+    release = releases[key]
 
-    def release(*, timeout_s: float) -> None:
-        lease.release(timeout_s=timeout_s)
+    def release_and_fail() -> None:
+        release()
         raise PlacementError("the agent did not answer")
 
-    group._resources.lease = SimpleNamespace(release=release)
+    releases[key] = release_and_fail
 
 
 def publish_next_epoch(group: Any) -> None:
     """Publish the next epoch of a group, of which its workers do not know."""
-    roster = group._resources.roster
-    now = roster.now
-    facts = [replace(one, epoch=now.epoch + 1) for one in now.facts]
-    roster.commit(epoch=now.epoch + 1, sharding=now.sharding, places=now.places, facts=facts, started=[], resize=None)
-    group._resources.registration.publish()
+    now = group._core.now
+    group._core.commit(replace(now, group_epoch=now.group_epoch + 1))
+    group._provisioner.publish()
 
 
 def read_epoch(handle: Any, epoch: int) -> None:
@@ -431,8 +443,8 @@ def act_before_publications(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run before a change of a group publishes its members, when the constructors have finished."""
     publish = registration.Registration.publish
 
-    def act_and_publish(own: Any, starting: Any = None) -> None:
-        if starting is None:
+    def act_and_publish(own: Any, starting: Any) -> None:
+        if not starting:
             act()
         publish(own, starting)
 
@@ -458,9 +470,18 @@ def waits_for_methods(worker: Any) -> Any:
 
 def end_actors(actors: Sequence[Any]) -> list[str]:
     """End actors as a group ends workers that have not reported; return descriptions of what is left."""
-    return shutdown.kill_and_wait(
-        {rank: shutdown.RunningWorker(actor, "no node", "no-mark-") for rank, actor in enumerate(actors)}
-    )
+    place: Any = SimpleNamespace(coords={}, slot=SimpleNamespace(node_ip=""))
+    members = [
+        _model.Member(
+            SimpleNamespace(**vars(place), rank=rank),  # type: ignore[arg-type]
+            handle=actor,
+            actor_id=_ray_private.actor_id_of(actor),
+            mark="no-mark-",
+            node_id="no node",
+        )
+        for rank, actor in enumerate(actors)
+    ]
+    return ends.kill_and_wait(members)
 
 
 def count_actors_being_made() -> int:

@@ -2,15 +2,14 @@
 """Workers that tests observe without a Ray."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup._membership.model import Started, make_process
-from fairlead_workergroup._membership.roster import Roster
-from fairlead_workergroup._observe.observer import Observer
+from fairlead_workergroup._membership.core import Core
+from fairlead_workergroup._model import GroupState, Member, RestartPolicy
+from fairlead_workergroup._observer import Observer
 from fairlead_workergroup._start.layout import lay_out
 
 
@@ -29,10 +28,16 @@ def make_observer(count: int) -> Observer:
         for rank in range(count)
     ]
     sharding = NamedSharding.from_shape(worker=count)
-    roster = Roster("local", places := lay_out(slots, prefix="local"), sharding)
-    started = []
-    for place in places:
-        process = replace(make_process(place, {"worker": place.rank}), pid=1, actor_id=f"{place.rank:032}")
-        started.append(Started(SimpleNamespace(_actor_id=bytes.fromhex(process.actor_id)), place, process))
-    roster.commit(epoch=0, sharding=sharding, places=places, facts=(), started=started, resize=None)
-    return Observer(roster)
+    places = [replace(one, coords={"worker": one.rank}) for one in lay_out(slots, prefix="local")]
+    core = Core("local", places, sharding, policy=RestartPolicy())
+    members = [
+        Member(
+            place,
+            actor_id=f"{place.rank:032x}",
+            node_id="local",
+            pid=1,
+        )
+        for place in places
+    ]
+    core.commit(GroupState(0, 0, sharding, tuple(members), phase="serving"))
+    return Observer(core)

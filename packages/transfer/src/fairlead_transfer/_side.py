@@ -10,7 +10,7 @@ from typing import Any, Literal
 import ray
 
 from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
-from fairlead_workergroup.extension import Member, Reply, WorkerProcess, cancel, collect, read_members, send_function
+from fairlead_workergroup.extension import Member, Reply, cancel, collect, read_members, send_function
 
 from ._remote.end import End
 from ._remote.entry import serve
@@ -18,7 +18,7 @@ from ._remote.replies import Committed
 from .exceptions import State
 
 SideName = Literal["source", "target", "replica"]
-Requests = dict[int, tuple[WorkerProcess, Any]]
+Requests = dict[int, tuple[Member, Any]]
 
 
 @functools.cache
@@ -50,7 +50,8 @@ class Side:
     method: str | None  # the method that returns the tensors; None if tensors are applied by a method
     ends: dict[int, EndState] = field(default_factory=dict)  # what is known of the ends, by rank
     members: tuple[Member, ...] = ()  # the group's members at the last look
-    version: int = -1  # the roster's version at the last look
+    restarting: tuple[int, ...] = ()  # the ranks that were being restarted then
+    version: int = -1  # of the group's state at the last look
     is_closed: bool = False  # whether the ends have been told to drop everything
     _code: Any = None
     _lock: Any = field(default_factory=threading.Lock)  # `versions` of a link is for all threads
@@ -60,11 +61,11 @@ class Side:
         with self._lock:
             now = read_members(self.group)
             if now.version != self.version:
-                known, self.members = self.ends, now.members
+                known, self.members, self.restarting = self.ends, now.members, now.restarting
                 self.ends = {
                     member.rank: known[member.rank]
-                    if member.rank in known and known[member.rank].process == member.process.key
-                    else EndState(member.process.key)
+                    if member.rank in known and known[member.rank].process == member.key
+                    else EndState(member.key)
                     for member in now.members
                 }
                 self.version = now.version
@@ -78,21 +79,21 @@ class Side:
     def lost(self) -> dict[int, str]:
         """Why the lost members were lost."""
         return {
-            member.rank: f"{member.failure.kind}: {member.failure.cause}"
-            + "; it is being restarted" * member.restarting
+            member.rank: f"{member.lost.kind}: {member.lost.cause}"
+            + "; it is being restarted" * (member.rank in self.restarting)
             for member in self.members
-            if member.failure is not None
+            if member.lost is not None
         }
 
     @property
     def live(self) -> list[int]:
         """The ranks that are not lost."""
-        return [member.rank for member in self.members if member.failure is None]
+        return [member.rank for member in self.members if member.lost is None]
 
     @property
     def nodes(self) -> list[str]:
         """The node of each rank."""
-        return [member.process.node_id for member in self.members]
+        return [member.node_id for member in self.members]
 
     @property
     def is_used(self) -> bool:
@@ -122,7 +123,7 @@ class Side:
         for rank in ranks:
             member, args = self.members[rank], (key, self._code_for(rank), operation, *arguments(rank))
             ref = send_function(member, name, pickled(serve), *args, alone_within_s=alone_within_s, first=before)
-            requests[rank] = member.process, ref
+            requests[rank] = member, ref
         return requests
 
     def _code_for(self, rank: int) -> Any:
@@ -181,12 +182,12 @@ class States:
             end = pending[ref]
             try:
                 reply = Committed(*ray.get(ref))
-            except ray.exceptions.RayError:  # the roster will know that the worker is lost
+            except ray.exceptions.RayError:  # the group will know that the worker is lost
                 reply = Committed("missing")
             if end.unconfirmed is ref:  # no other thread has noted it
                 end.unconfirmed = None
                 self.note(end, reply)
-        present = {member.rank for member in members if member.failure is None and member.rank in ends}
+        present = {member.rank for member in members if member.lost is None and member.rank in ends}
         return {member.rank: ends[member.rank].held if member.rank in present else None for member in members}
 
     @property

@@ -127,7 +127,7 @@ def test_sends_and_resizes(local_ray, tmp_path, eventually):
             source.call("fill", 30.0).result()
             with held(tmp_path, "rejoin"):
                 resize = threads.submit(target.resize, replica=2)
-                assert eventually(lambda: target.inspect().epoch == 6)
+                assert eventually(lambda: target.state().group_epoch == 6)
                 send = threads.submit(link.send, 30, 60)
                 time.sleep(0.2)  # Long enough for the first round; the send is right in any case.
             resize.result(60)

@@ -28,8 +28,7 @@ class Here(Side):
 
     def __post_init__(self):
         self.members = tuple(
-            SimpleNamespace(rank=rank, process=SimpleNamespace(node_id=self.link, key=rank), failure=None)
-            for rank in range(len(self.group))
+            SimpleNamespace(rank=rank, node_id=self.link, key=rank, lost=None) for rank in range(len(self.group))
         )
         self.ends = {rank: EndState((rank, 0)) for rank in range(len(self.group))}
         self.served = [End((self.link, self.name)) for _ in self.group]

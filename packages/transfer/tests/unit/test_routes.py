@@ -18,10 +18,7 @@ def make_end(pid):
 
 def make_side(name, pids, nodes="aaa"):
     """Return a side whose workers hold the whole of a tensor."""
-    members = tuple(
-        SimpleNamespace(rank=rank, process=SimpleNamespace(node_id=nodes[rank]), failure=None)
-        for rank in range(len(pids))
-    )
+    members = tuple(SimpleNamespace(rank=rank, node_id=nodes[rank], lost=None) for rank in range(len(pids)))
     return Side(name, object(), "link", "weights", dict(enumerate(map(make_end, pids))), members)
 
 

@@ -23,9 +23,8 @@ from ._calls.view import GroupView
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
 from ._launch import launch
-from ._membership.model import Place
+from ._model import GroupState, Place
 from ._observe.calls import Outcome
-from ._observe.state import GroupState
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._options import Elastic, Restart, Timeouts
 from ._start.builder import RayWorkerBuilder
@@ -34,13 +33,12 @@ from ._start.options import recursive_merge_options
 from ._transport.arguments import PerWorker, Shard
 from ._transport.wait import ResultStream
 from .exceptions import (
-    BrokenEpochError,
     CallCancelledError,
     CallTimeoutError,
-    EpochError,
     LateWorker,
     RemoteError,
     ResizeTimeoutError,
+    StaleGroupError,
     WorkerFailure,
     WorkerFailureError,
     WorkerGroupError,
@@ -50,14 +48,12 @@ from .exceptions import (
 __version__ = "0.1.0"
 
 __all__ = [
-    "BrokenEpochError",
     "Call",
     "CallCancelledError",
     "CallExplanation",
     "CallTimeoutError",
     "CurrentWorker",
     "Elastic",
-    "EpochError",
     "GroupHandle",
     "GroupState",
     "GroupView",
@@ -72,6 +68,7 @@ __all__ = [
     "ResizeTimeoutError",
     "Restart",
     "ResultStream",
+    "StaleGroupError",
     "Shard",
     "StuckWorker",
     "Timeouts",

@@ -28,7 +28,7 @@ class CurrentWorker:
         name: its name, as in `worker_metadata`.
         coords: its coordinates, by axis.
         incarnation: how often its rank has been started before.
-        epoch: the number of changes of membership (restarts and resizes) that it knows of.
+        group_epoch: the number of changes of membership (restarts and resizes) that it knows of.
         communication_backend: the backend that the cluster chose for its workers: "nccl", "gloo", or None.
         gradient_compression: the compression that `wrap_ddp` uses: "fp16", "bf16", "powersgd", or None.
         layout: the group's sharding as plain data.
@@ -39,7 +39,7 @@ class CurrentWorker:
     name: str
     coords: Mapping[str, int]
     incarnation: int
-    epoch: int
+    group_epoch: int
     communication_backend: Literal["nccl", "gloo"] | None
     gradient_compression: Compression | None
     layout: Mapping[str, Any]
@@ -80,7 +80,8 @@ def current_worker() -> CurrentWorker:
     facts = getattr(_published(), "facts", {})
     if "rank" not in facts:
         raise RuntimeError("this process runs no worker of a RayWorkerGroup; call this from a worker's method")
-    return CurrentWorker(**{name: facts[name] for name in CurrentWorker.__dataclass_fields__})
+    known = {**facts, "group_epoch": facts["epoch"]}
+    return CurrentWorker(**{name: known[name] for name in CurrentWorker.__dataclass_fields__})
 
 
 def report_progress(step: int | None = None, message: str | None = None) -> None:

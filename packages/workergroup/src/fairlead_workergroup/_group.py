@@ -5,6 +5,8 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NoReturn, Unpack
 
 import ray
@@ -14,38 +16,30 @@ from fairlead_placement.extension import head_deadline, release_when_dropped
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
+from ._calls.call import call_hook
 from ._calls.classic import ClassicCalls
-from ._calls.core import Core, set_core
 from ._calls.handle import GroupHandle, GroupIdentity
-from ._calls.hooks import Hooks
 from ._calls.map import MapOptions, Strategy
 from ._calls.plan import Mesh
 from ._calls.results import ClassicFutures
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
-from ._elastic.axis import find_elastic_axis
-from ._elastic.resize import Resize, check_caller, check_resize
-from ._elastic.restart import RestartRanks, check_members, check_ranks
-from ._lifecycle.crew import Crew
-from ._lifecycle.delivery import Delivery
-from ._lifecycle.launcher import GroupSpec, Launcher
-from ._lifecycle.resources import Resources
-from ._lifecycle.teardown import Teardown
-from ._membership.judge import Judge
-from ._membership.machine import Membership
-from ._membership.model import Place
-from ._membership.operations import Operation, RestartLost, RestartPolicy, Start
-from ._membership.roster import Roster
-from ._observe.evidence import RayWitnesses
+from ._membership import operations
+from ._membership.axis import find_elastic_axis
+from ._membership.change import Changes
+from ._membership.core import Core, set_core
+from ._membership.owned import Owned
+from ._membership.provision import GroupSpec, Provisioner
+from ._membership.shutdown import Shutdown
+from ._model import GroupState, Place, RestartPolicy
 from ._observe.memory import parse_memory
-from ._observe.observer import ObservedGroup, Observer
-from ._observe.state import GroupState
+from ._observer import ObservedGroup, Observer
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
 from ._start.builder import ClassLike, RayWorkerBuilder
-from ._start.devices import WorkerOptions, read_master_ports
+from ._start.devices import WorkerOptions
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
-from ._world import NEVER, check_timeout
+from ._world import Deadline, check_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -131,26 +125,9 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         timeouts = read_option("timeouts", timeouts, Timeouts)
         strategy: Strategy = flat.get("load_balancing_strategy", "round_robin")
         map_options = MapOptions(strategy=strategy, move_items=flat.get("enable_load_balancing", False))
-        compression = check_compression(flat.get("enable_gradient_compression", False))
-        policy = RestartPolicy(restart.on_failure, restart.max_restarts, restart.scope)
-        start_timeout_s = float(timeouts.start_s)
         # It is unique on a node: the processes that carry it end with the group.
         token = uuid.uuid4().hex
         limit = 0 if memory_limit is None else parse_memory(memory_limit)
-        began = time.monotonic()
-        slots = cluster.slots() if isinstance(cluster, RayVirtualCluster) else tuple(cluster)
-        self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
-        places = lay_out(
-            slots, prefix=self.name_prefix, workers_per_node=workers_per_node, bundle_indices_list=bundle_indices_list
-        )
-        self.cluster = cluster
-        self._roster = Roster(self.name_prefix, places, check_sharding(sharding_annotations, len(places)))
-        self._roster.judge = Judge(RayWitnesses(self._roster.find_handle, memory_limit=bool(limit)))
-        options = read_option("worker", worker, WorkerOptions)
-        ports = getattr(cluster, "port_range", None)
-        self._resources = resources = Resources(self._roster, ports, read_master_ports(options))
-        self._observer = Observer(self._roster)
-        backend = getattr(cluster, "communication_backend", None)
         spec = GroupSpec(
             cluster=cluster,
             worker=builder.worker,
@@ -159,35 +136,59 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             kwargs=builder.kwargs,
             python=choose_python(python, builder.ray_actor_class_fqn),
             env_vars=env_vars,
-            options=options,
-            facts={"communication_backend": backend, "gradient_compression": compression},
+            options=read_option("worker", worker, WorkerOptions),
+            compression=check_compression(flat.get("enable_gradient_compression", False)),
             memory_limit=limit,
             token=token,
             concurrent=async_communication,
-            start_timeout_s=start_timeout_s,
+            start_timeout_s=float(timeouts.start_s),
+            hooks=[name for name in (restart.method, elastic.on_resize) if name is not None],
         )
-        self._launcher = Launcher(spec, self._resources)
-        delivery = Delivery(self._launcher)
-        hooks = Hooks(restart.method, elastic.on_resize, start_timeout_s)
-        crew = Crew(self._launcher, policy, slots)
-        self._membership = Membership(self._roster, crew, delivery, hooks)
-        self._teardown = Teardown(self._launcher, self._membership)
-        self._core = hooks.core = Core(self._roster, self._launcher, self._membership, timeouts.call_s)
-        set_core(self, self._core)
-        sharding = self.sharding_annotations
-        self._own_target = Target(self._core, Mesh(sharding), sharding, map_options)
-        self._classic_futures = ClassicFutures(self._core)
+        self.cluster = cluster
+        self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
+        places, sharding = self._lay_out(workers_per_node, bundle_indices_list, sharding_annotations)
+        policy = RestartPolicy(restart.on_failure, restart.max_restarts, restart.scope)
+        self._core = core = Core(
+            self.name_prefix, places, sharding, policy=policy, call_timeout_s=timeouts.call_s, memory_limit=limit
+        )
+        self._own_target = Target(core, Mesh(sharding), sharding, map_options)
+        self._assemble(spec, restart.method, elastic.on_resize)
+        self._start()
+
+    def _lay_out(
+        self,
+        workers_per_node: int | Sequence[int] | None,
+        bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None,
+        given: NamedSharding | None,
+    ) -> tuple[tuple[Place, ...], NamedSharding]:
+        """Return the places of all ranks, and the axes over them."""
+        slots = self.cluster.slots() if isinstance(self.cluster, RayVirtualCluster) else tuple(self.cluster)
+        places = lay_out(
+            slots, prefix=self.name_prefix, workers_per_node=workers_per_node, bundle_indices_list=bundle_indices_list
+        )
+        sharding = check_sharding(given, len(places))
+        return tuple(replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places), sharding
+
+    def _assemble(self, spec: GroupSpec, on_restart: str | None, on_resize: str | None) -> None:
+        """Make the parts around the core of the group."""
+        core = self._core
+        self._provisioner = Provisioner(spec, core, Owned(core), getattr(self.cluster, "port_range", None))
+        core.described = self._provisioner
+        self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
+        core.changes = self._changes
+        self._shutdown = Shutdown(core, self._changes, self._provisioner)
+        set_core(self, core)
+        self._observer = Observer(core)
+        self._classic_futures = ClassicFutures(core)
         # Of the mesh that the group is made with: with size 1, another axis would look as slow.
-        self._elastic_axis = find_elastic_axis(sharding)
-        release_when_dropped(self, self._resources.leak, self._resources.give_back)
+        self._elastic_axis = find_elastic_axis(core.now.sharding)
+
+    def _start(self) -> None:
+        """Start all workers, or end everything."""
+        owned, began = self._provisioner.owned, time.monotonic()
+        release_when_dropped(self, owned.leak, partial(owned.close, Deadline()))
         try:
-            self._resources.claim_slots([place.slot for place in places])
-            if resources.master_ports is not None:  # before anything else, because other processes may have it
-                resources.lease_master_port(places[0].slot)
-            self._launcher.prepare(places)
-            hooks.check()
-            self._launcher.store()
-            self._membership.change(Start())
+            self._changes.run(operations.start(), self._provisioner.deadline(None))
             took = time.monotonic() - began
             logger.info("Started %d worker(s) of %r in %.1f s.", self.world_size, self.name_prefix, took)
         except BaseException:
@@ -195,41 +196,45 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             raise
 
     def __repr__(self) -> str:
-        return repr(self._roster)
+        return repr(self._core)
 
     @property
     def workers(self) -> list[Any]:
         """The actor handles, by rank: `group.workers[0].step.remote(x)`; empty after `shutdown`."""
-        return self._roster.handles
+        return self._core.handles
 
     @property
     def worker_metadata(self) -> list[dict[str, Any]]:
         """A dict for each worker; empty after `shutdown`."""
-        return self._roster.worker_metadata
+        return self._core.worker_metadata
 
     @property
     def master_address(self) -> str:
         """The address of the node of rank 0, where the store of the workers' process group runs."""
-        return self._launcher.master[0]
+        return self._core.now.master[0]
 
     @property
     def master_port(self) -> int:
         """The port that is leased there for the store."""
-        return self._launcher.master[1]
+        return self._core.now.master[1]
 
     @property
     def world_size(self) -> int:
         """The number of workers."""
-        return len(self._roster.now.members)
+        return len(self._core.now.members)
 
     @property
     def sharding_annotations(self) -> NamedSharding:
         """The axes over the ranks."""
-        return self._roster.now.sharding
+        return self._core.now.sharding
 
-    def inspect(self) -> GroupState:
-        """Return the state of the group as it is now."""
-        return GroupState(epoch=self._roster.now.epoch)
+    def state(self) -> GroupState:
+        """Return who is in the group, its epoch, and what packages show of it, as they are now.
+
+        Returns:
+            The state, which never changes.
+        """
+        return self._core.now
 
     def handle(self) -> GroupHandle:
         """Return a handle of the group, with which other processes of the cluster can call it.
@@ -240,8 +245,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         Raises:
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        self._roster.check_alive()
-        me, token = ray.get_runtime_context(), self._launcher.spec.token
+        self._core.check_alive()
+        me, token = ray.get_runtime_context(), self._provisioner.spec.token
         return GroupHandle(GroupIdentity.here(self.name_prefix, token, me.get_job_id(), me.get_worker_id()))
 
     def restart(
@@ -274,14 +279,15 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
         check_timeout("timeout", timeout)
-        operation: Operation = RestartLost()
-        if ranks is not None:
-            operation = RestartRanks(check_ranks(ranks), elsewhere)
-            check_members(operation.ranks, self._roster.check_alive())
-        elif elsewhere:
+        if ranks is None and elsewhere:
             raise ValueError("restart(elsewhere=True) needs the ranks that move to other slots")
-        deadline = NEVER if ranks is None and timeout is None else self._launcher.deadline(timeout)
-        return sorted(self._membership.change(operation, deadline).ranks)
+        operation = operations.restart_lost()
+        if ranks is not None:
+            chosen = operations.check_ranks(ranks)
+            operations.check_members(chosen, self._core.check_alive())
+            operation = operations.restart_ranks(chosen, elsewhere=elsewhere)
+        self._core.check_alive()
+        return self._changes.run(operation, self._provisioner.deadline(timeout))
 
     def restart_failed_workers(self) -> list[int]:
         """Restart the dead workers, as `restart()` does.
@@ -320,22 +326,23 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             ResourceInsufficientError: a given slot has no room for another group, or its node is lost or drains.
             WorkerStartError: a new worker did not start.
             ResizeTimeoutError: calls, or another change of the group, took longer than `timeout`.
-            BrokenEpochError: a worker failed or was late after the epoch had begun, which cannot be undone, because
-                others have given up their collectives. `restart_failed_workers()` or another `resize` repairs it.
-            WorkerFailureError: a lost worker that stays cannot be restarted.
+            WorkerFailureError: a lost worker that stays cannot be restarted. Or a worker failed or was late after the
+                epoch had begun (kind "resize-failed"), which cannot be undone, because others have given up their
+                collectives: no call is sent until `restart_failed_workers()` or another `resize` has repaired it.
             WorkerGroupError: the group, or its Ray, has been shut down; or this process is one of its workers.
         """
         check_timeout("timeout", timeout)
-        check_caller(self._launcher.spec.token)
-        check_resize(self._roster.check_alive(), self._elastic_axis, sizes, slots)
-        if self._resources.has_one_port:
+        operations.check_caller(self._provisioner.spec.token)
+        operations.check_resize(self._core.check_alive(), self._elastic_axis, sizes, slots)
+        if self._provisioner.has_one_port:
             raise ValueError(
                 f"A resize needs a second master port, and this group has {self.master_port} only. Start it with a "
                 "range of ports, WorkerOptions(master_port=(first, last)), or without master_port."
             )
         ((axis, size),) = sizes.items()
-        self._membership.change(Resize(axis, size, slots, self._elastic_axis), self._launcher.deadline(timeout))
-        return self._roster.now.epoch
+        operation = operations.resize(axis, size, slots, self._elastic_axis)
+        self._changes.run(operation, self._provisioner.deadline(timeout))
+        return self._core.now.group_epoch
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         """End the workers and the processes that they have started, rank 0 last, and release everything.
@@ -356,7 +363,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             this machine are ended, and Ray ends the others once its head answers.
         """
         with head_deadline(timeout):
-            return self._teardown.run(cleanup_method, timeout, force=force)
+            return self._shutdown.run(cleanup_method, timeout, force=force)
 
     def __enter__(self) -> "RayWorkerGroup":
         return self

@@ -17,7 +17,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._group import RayWorkerGroup
-from ._membership.model import Place
+from ._model import Place
 from ._options import Restart, Timeouts, read_option
 from ._remote.describe import undecorate
 from ._start.builder import ClassLike, RayWorkerBuilder
@@ -85,7 +85,7 @@ def launch(
     ...     group.sharding_annotations.shape, group.call("total").result()
     ({'dp': 2, 'tp': 2}, [0, 0, 0, 0])
     """
-    _check_start(init_args, init_kwargs or {}, timeout_s)
+    _check_start(init_args, init_kwargs or {}, timeout_s, gpus_per_worker)
     if not isinstance(worker, RayWorkerBuilder):
         builder = RayWorkerBuilder(worker, *init_args, **(init_kwargs or {}))
     elif init_args or init_kwargs:
@@ -97,8 +97,6 @@ def launch(
     python = choose_python(python, builder.ray_actor_class_fqn)
     env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars or {})
     deadline = Deadline.after(timeout_s)
-    if isinstance(gpus_per_worker, bool) or not isinstance(gpus_per_worker, (int, float)) or gpus_per_worker < 0:
-        raise ValueError(f"gpus_per_worker must be a number of at least 0, got {gpus_per_worker!r}")
     gpus = {"GPU": gpus_per_worker} if gpus_per_worker else {}
     # One that is never reserved: it refuses wrong options before Ray is started.
     RayVirtualCluster([sharding.size], accelerators=gpus, cpus_per_worker=cpus_per_worker)
@@ -204,13 +202,15 @@ def _constructor_parameters(cls: type | None) -> Collection[str]:
     return [one.name for one in parameters if one.kind in by_name]
 
 
-def _check_start(init_args: object, init_kwargs: object, timeout_s: object) -> None:
-    """Refuse arguments of a constructor that are not in a list and a dict, and a timeout that is not one."""
+def _check_start(init_args: object, init_kwargs: object, timeout_s: object, gpus: object) -> None:
+    """Refuse arguments of a constructor that are not in a list and a dict, and numbers that are none."""
     for name, value, kinds in (("init_args", init_args, (list, tuple)), ("init_kwargs", init_kwargs, (dict,))):
         if not isinstance(value, kinds):
             raise TypeError(f"{name} must be a {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
+    if isinstance(gpus, bool) or not isinstance(gpus, (int, float)) or gpus < 0:
+        raise ValueError(f"gpus_per_worker must be a number of at least 0, got {gpus!r}")
 
 
 def _count_for_each_node(workers: int, rooms: Sequence[int]) -> list[int]:

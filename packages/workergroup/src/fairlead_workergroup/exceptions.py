@@ -12,13 +12,12 @@ from typing import Literal
 from fairlead_placement.extension import ErrorWithFields
 
 __all__ = [
-    "BrokenEpochError",
     "CallCancelledError",
     "CallTimeoutError",
-    "EpochError",
     "LateWorker",
     "RemoteError",
     "ResizeTimeoutError",
+    "StaleGroupError",
     "WorkerFailure",
     "WorkerFailureError",
     "WorkerGroupError",
@@ -125,32 +124,7 @@ class WorkerFailureError(WorkerGroupError):
 
 
 @dataclass(eq=False, repr=False)
-class BrokenEpochError(WorkerFailureError):
-    """A resize failed after it had begun to change the workers, so the group cannot be used until it is repaired.
-
-    `restart_failed_workers()` starts the failed ranks again and runs `on_resize` on all workers once more; so does
-    another `resize`. With `Restart(on_failure=True)` the next call does it.
-
-    Attributes:
-        epoch: the epoch that the resize began.
-        failures: one `WorkerFailure` for each worker that failed or was late; kind "resize-failed" if it is alive.
-    """
-
-    epoch: int = field(default_factory=int)
-
-    def __str__(self) -> str:
-        remedy = self.remedy or (
-            "No call is sent until the group is repaired: `restart_failed_workers()` starts these ranks again and runs "
-            "on_resize on all workers once more, and so does another `resize`."
-        )
-        return (
-            f"Epoch {self.epoch} is broken, because {len(self.failures)} worker(s) did not complete the resize:"
-            f"{format_lines(self.failures)}\n{remedy}"
-        )
-
-
-@dataclass(eq=False, repr=False)
-class EpochError(WorkerGroupError):
+class StaleGroupError(WorkerGroupError):
     """A view, or a call that waited to be sent or came from a handle, belongs to an epoch of the group that has ended.
 
     Attributes:

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import ray
 
-from ._calls.core import find_core
 from ._group import RayWorkerGroup
-from ._membership.model import Member, Snapshot, WorkerProcess
-from ._observe.evidence import judge_errors
+from ._membership.core import find_core
+from ._membership.losses import find_losses
+from ._model import GroupState, Member
 from ._observe.publications import read_groups
 from ._observe.query import cancel_calls, late_workers
 from ._remote.outside import look_from_outside
@@ -27,8 +27,6 @@ from .exceptions import LateWorker, WorkerFailure
 __all__ = [
     "Member",
     "Reply",
-    "Snapshot",
-    "WorkerProcess",
     "cancel",
     "check_calls",
     "collect",
@@ -57,7 +55,7 @@ class Reply:
         late: what the worker was doing at the deadline.
     """
 
-    worker: WorkerProcess
+    worker: Member
     value: Any = None
     error: BaseException | None = None
     failure: WorkerFailure | None = None
@@ -69,13 +67,13 @@ class Reply:
         return self.error is None and self.failure is None and self.late is None
 
 
-def read_members(group: RayWorkerGroup) -> Snapshot:
+def read_members(group: RayWorkerGroup) -> GroupState:
     """Return the members of a group as they are now.
 
     Raises:
         WorkerGroupError: the group, or its Ray, has been shut down.
     """
-    return find_core(group).roster.check_alive()
+    return find_core(group).check_alive()
 
 
 def send_function(
@@ -109,7 +107,7 @@ def send_function(
 
 def collect(
     group: RayWorkerGroup,
-    requests: Mapping[int, tuple[WorkerProcess, Any]],
+    requests: Mapping[int, tuple[Member, Any]],
     timeout_s: float,
     *,
     all_of_them: bool = False,
@@ -152,7 +150,7 @@ def collect(
     return replies
 
 
-def cancel(requests: Mapping[int, tuple[WorkerProcess, Any]]) -> None:
+def cancel(requests: Mapping[int, tuple[Member, Any]]) -> None:
     """Keep requests that have not started from starting; what their workers run goes on."""
     if requests:
         cancel_calls(list(requests.values()), within_s=LOOK_S)
@@ -187,13 +185,13 @@ def _add(entries: list[_Entry], entry: _Entry) -> Callable[[], None]:
     return remove
 
 
-def _reply(group: RayWorkerGroup, worker: WorkerProcess, ref: Any) -> Reply:
+def _reply(group: RayWorkerGroup, worker: Member, ref: Any) -> Reply:
     try:
         return Reply(worker, ray.get(ref))
     except ray.exceptions.RayTaskError as error:
         return Reply(worker, error=error.cause if isinstance(error.cause, BaseException) else error)
     except ray.exceptions.RayError as error:
-        roster = find_core(group).roster
-        lost = judge_errors(roster.judge, {worker: error})
-        roster.note(lost)
-        return Reply(worker, failure=lost[0].failure()) if lost else Reply(worker, error=error)
+        core = find_core(group)
+        lost = find_losses(core, {worker: error})
+        core.note(lost.items())
+        return Reply(worker, failure=lost[worker]) if lost else Reply(worker, error=error)

@@ -25,7 +25,7 @@ from typing import Any
 from fairlead_placement.testing import assert_no_leaks
 
 from ._group import RayWorkerGroup
-from ._membership.model import WorkerProcess
+from ._model import Member
 from ._observe.query import ANSWER_S, ask_nodes
 from ._remote import faults
 from .exceptions import WorkerGroupError
@@ -71,15 +71,15 @@ def resume(group: RayWorkerGroup, rank: int) -> None:
     _on_node(_worker(group, rank), faults.continue_)
 
 
-def _worker(group: RayWorkerGroup, rank: Any) -> WorkerProcess:
+def _worker(group: RayWorkerGroup, rank: Any) -> Member:
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"rank must be an int, got {rank!r}")
     if not 0 <= rank < group.world_size:
         raise IndexError(f"rank {rank} is out of range: the group has ranks 0 to {group.world_size - 1}")
-    return read_members(group)[rank].process
+    return read_members(group)[rank]
 
 
-def _on_node(worker: WorkerProcess, function: Callable[..., list[bool]], *more: Any) -> bool:
+def _on_node(worker: Member, function: Callable[..., list[bool]], *more: Any) -> bool:
     (done,) = ask_nodes([worker], function, *more)
     if done is None:
         raise WorkerGroupError(f"the node of {worker} is lost, or does not answer")

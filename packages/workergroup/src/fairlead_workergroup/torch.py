@@ -93,7 +93,7 @@ def init_process_group(backend: str | None = None, *, timeout_s: float = 600.0) 
         )
         _store.set_timeout(timeout)
         _leave()
-        _attempts = worker.epoch, _attempts[1] + 1 if _attempts[0] == worker.epoch else 1
+        _attempts = worker.group_epoch, _attempts[1] + 1 if _attempts[0] == worker.group_epoch else 1
         # The store may have keys of earlier attempts, which must not be read again.
         store = dist.PrefixStore("epoch {} attempt {}".format(*_attempts), _store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -61,7 +61,7 @@ def send(group, function, *args, ranks=None, **options):
     pickled = ray.cloudpickle.dumps(function)
     chosen = range(group.world_size) if ranks is None else ranks
     return {
-        rank: (snapshot[rank].process, extension.send_function(snapshot[rank], "a function", pickled, *args, **options))
+        rank: (snapshot[rank], extension.send_function(snapshot[rank], "a function", pickled, *args, **options))
         for rank in chosen
     }
 
@@ -104,7 +104,7 @@ def test_functions_and_replies(gate, wait_until_running):
         assert replies[2].is_good
         after = extension.read_members(group)
         assert after.version > before.version
-        assert after[0].failure is not None
+        assert after[0].lost is not None
         with pytest.raises(WorkerFailureError):
             group.call("value")
         group.shutdown()

@@ -20,10 +20,10 @@ from fairlead_placement import PlacementError, RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     CallTimeoutError,
-    EpochError,
     RayWorkerBuilder,
     RayWorkerGroup,
     Shard,
+    StaleGroupError,
     WorkerFailureError,
     WorkerGroupError,
     attach,
@@ -63,7 +63,7 @@ class Worker:
         raise ValueError(text)
 
     def take(self, value):
-        return self.rank, current_worker().epoch
+        return self.rank, current_worker().group_epoch
 
 
 @ray.remote(num_cpus=0)
@@ -159,7 +159,7 @@ def test_another_cluster(group, monkeypatch):
     here = SimpleNamespace(get_session_name=lambda: "session_2", gcs_address="10.0.0.2:6379")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
     assert repr(handle) == f"GroupHandle('policy', '{handle.group_id[:6]}')"
-    for use in (lambda: handle.call("add", 1), handle.status, lambda: handle.epoch):
+    for use in (lambda: handle.call("add", 1), handle.status, lambda: handle.group_epoch):
         with pytest.raises(
             WorkerGroupError, match=f"is on the cluster at {re.escape(address)}, and this process is conn"
         ):
@@ -194,7 +194,7 @@ def test_restart(local_ray, monkeypatch, eventually):
     with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
         handle = group.handle()
         before = handle.call("pid").result()
-        epoch = handle.epoch
+        epoch = handle.group_epoch
         assert reads
 
         def reads_nothing():
@@ -215,7 +215,7 @@ def test_restart(local_ray, monkeypatch, eventually):
         after = handle.call("pid").result()
         assert after[0] == before[0]
         assert after[1] != before[1]
-        assert handle.epoch > epoch
+        assert handle.group_epoch > epoch
     assert eventually(lambda: "has ended" in refused(handle), 60)
 
 
@@ -305,12 +305,12 @@ def test_resize(local_ray):
         assert handle.call("add", Shard([1, 2, 3], "dp")).result() == [(0, 1), (1, 2), (2, 3)]
         assert view.call("square", 3).result() == [9, 9]
         assert handle.sharding_annotations.shape == {"dp": 3}
-        assert handle.epoch == group.inspect().epoch
+        assert handle.group_epoch == group.state().group_epoch
         last = handle.at(dp=2)
         group.resize(dp=2)
         wait_until_published(group)
         assert len(handle.call("pid").result()) == 2
-        with pytest.raises(EpochError, match="dp=2"):
+        with pytest.raises(StaleGroupError, match="dp=2"):
             last.call("pid")
 
 
@@ -321,7 +321,7 @@ def test_resize_during_a_call(local_ray):
         RayWorkerGroup(cluster, Worker, [1], sharding_annotations=NamedSharding.from_shape(dp=1)) as group,
     ):
         handle, value = group.handle(), Acting(lambda: group.resize(dp=2))
-        with pytest.raises(EpochError, match="none of its workers has run it") as raised:
+        with pytest.raises(StaleGroupError, match="none of its workers has run it") as raised:
             handle.call("take", value).result(timeout=60)
         assert (raised.value.epoch, raised.value.ran, raised.value.refused) == (1, (), (0,))
         assert handle.call("take", 0).result(timeout=60) == [(0, 1), (1, 1)]

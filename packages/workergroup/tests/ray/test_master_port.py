@@ -71,10 +71,10 @@ def test_one_port(cluster, port):
             group.call("read_port").result()
         assert group.restart_failed_workers() == [0, 1]
         assert (group.master_port, group.call("meet").result(timeout=30)) == (port, [port, port])
-        epoch = group.inspect().epoch
+        epoch = group.state().group_epoch
         with pytest.raises(ValueError, match=rf"second master port.* has {port} only.*master_port=\(first, last\)"):
             group.resize(worker=3)
-        assert (group.inspect().epoch, group.world_size) == (epoch, 2)
+        assert (group.state().group_epoch, group.world_size) == (epoch, 2)
 
 
 def test_a_range(cluster, port):

@@ -53,7 +53,7 @@ class Worker:
         time.sleep(seconds)
         worker = current_worker()
         env = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_PORT"]
-        return worker.rank, worker.epoch, worker.world_size, worker.sharding.size, *env, os.getpid()
+        return worker.rank, worker.group_epoch, worker.world_size, worker.sharding.size, *env, os.getpid()
 
 
 class Model:
@@ -147,13 +147,13 @@ class Model:
             self.counts["failed call"] += 1
             return
         assert [one[0] for one in facts] == list(range(len(facts)))
-        assert {one[1] for one in facts} == {call.epoch}
+        assert {one[1] for one in facts} == {call.group_epoch}
         assert {size for one in facts for size in one[2:5]} == {len(facts)}
         self.counts["call in flight"] += 1
 
     def check(self):
         """The group is as the model says, unless workers are lost."""
-        assert (self.group.inspect().epoch, self.group.world_size) == (self.epoch, self.size)
+        assert (self.group.state().group_epoch, self.group.world_size) == (self.epoch, self.size)
         if self.dead:
             return
         facts = self.group.call("facts").result(timeout=120)

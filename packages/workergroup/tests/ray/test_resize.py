@@ -14,15 +14,14 @@ import ray
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
-    BrokenEpochError,
     Elastic,
-    EpochError,
     PerWorker,
     RayWorkerBuilder,
     RayWorkerGroup,
     ResizeTimeoutError,
     Restart,
     Shard,
+    StaleGroupError,
     Timeouts,
     WorkerFailureError,
     WorkerGroupError,
@@ -50,7 +49,7 @@ class Worker:
 
     def __init__(self):
         self.seen = []
-        self.started = current_worker().epoch
+        self.started = current_worker().group_epoch
         if os.path.exists(os.environ.get("FAIL_TO_START", "")):
             raise OSError("no room")
 
@@ -67,7 +66,7 @@ class Worker:
         worker, env = current_worker(), os.environ
         assert (int(env["RANK"]), int(env["WORLD_SIZE"])) == (worker.rank, worker.world_size)
         assert worker.sharding.size == worker.world_size
-        return worker.epoch, worker.world_size, int(env["MASTER_PORT"]), int(env["LOCAL_WORLD_SIZE"])
+        return worker.group_epoch, worker.world_size, int(env["MASTER_PORT"]), int(env["LOCAL_WORLD_SIZE"])
 
     def history(self):
         return self.seen
@@ -77,12 +76,12 @@ class Worker:
 
     def sleep(self, seconds):
         time.sleep(seconds)
-        return current_worker().epoch
+        return current_worker().group_epoch
 
     def wait_for(self, path):
         while not os.path.exists(path):
             time.sleep(0.02)
-        return current_worker().epoch
+        return current_worker().group_epoch
 
     def add(self, value):
         return current_worker().rank, value
@@ -119,15 +118,15 @@ def test_grow_and_shrink(cluster):
         port, first, last = group.master_port, group.at(dp=0), group.at(dp=1)
         rest, pair = group.at(dp=slice(1, None)), group.at(dp=slice(0, 2))
         call = group.call("facts")
-        assert (group.inspect().epoch, call.epoch, {facts[0] for facts in call.result()}) == (0, 0, {0})
+        assert (group.state().group_epoch, call.group_epoch, {facts[0] for facts in call.result()}) == (0, 0, {0})
 
-        assert group.resize(dp=3) == group.inspect().epoch == 1
+        assert group.resize(dp=3) == group.state().group_epoch == 1
         assert (group.world_size, group.sharding_annotations.shape) == (6, {"dp": 3, "tp": 2})
         assert group.sharding_annotations.layout.tolist() == [[0, 1], [2, 3], [4, 5]]
         assert group.master_port != port
         call = group.call("facts")
         assert call.result() == [(1, 6, group.master_port, 6)] * 6
-        assert call.epoch == 1
+        assert call.group_epoch == 1
         assert [len(history) for history in group.call("history").result()] == [1] * 6
         statuses = group.get_worker_status()
         assert [one.pid for one in statuses][:4] == pids
@@ -143,7 +142,7 @@ def test_grow_and_shrink(cluster):
         assert group.call("facts").result() == [(2, 2, group.master_port, 2)] * 2
         assert first.call("rank").result() == [0, 1]
         for view, axis in ((last, "dp=1"), (added, "dp=2"), (pair, "dp=1"), (rest, "dp=1")):
-            with pytest.raises(EpochError, match=f"needs {axis}.* from dp=3 to dp=1 in epoch 2") as caught:
+            with pytest.raises(StaleGroupError, match=f"needs {axis}.* from dp=3 to dp=1 in epoch 2") as caught:
                 view.call("rank")
             assert caught.value.epoch == 2
             assert "does not have any more" in repr(view)
@@ -192,7 +191,7 @@ def test_registration(cluster, eventually):
 def test_one_deadline(group, monkeypatch):
     """The timeout holds for the environment and for the description of the class too."""
     given = note_deadlines_of_a_start(monkeypatch, takes_s=0.5)
-    assert group.resize(dp=3, timeout=120) == group.inspect().epoch
+    assert group.resize(dp=3, timeout=120) == group.state().group_epoch
     assert given[1] + 0.5 <= given[0] <= 120
 
 
@@ -217,7 +216,7 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
 
         with ThreadPoolExecutor() as threads:
             passed = threads.submit(let_time_pass)
-            with pytest.raises(BrokenEpochError, match=r"Restart\.method failed") as caught:
+            with pytest.raises(WorkerFailureError, match=r"Restart\.method failed") as caught:
                 group.resize(dp=1, timeout=600)
             passed.result()
         assert [failure.rank for failure in caught.value.failures] == [0]
@@ -228,7 +227,7 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
 
 def test_agent_that_keeps_a_port(group, monkeypatch, caplog):
     """An old port that an agent does not release does not break the epoch that has begun."""
-    epoch = group.inspect().epoch
+    epoch = group.state().group_epoch
     fail_to_release_the_port(group)
     assert group.resize(dp=3) == epoch + 1
     assert group.call("facts").result() == [(epoch + 1, 3, group.master_port, 3)] * 3
@@ -241,7 +240,7 @@ def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
     with make(cluster, env_vars={"GATE": str(tmp_path / "gate")}) as group:
 
         def end():
-            assert eventually(lambda: group.inspect().epoch == 1, 60)
+            assert eventually(lambda: group.state().group_epoch == 1, 60)
             assert eventually(lambda: [one.method for one in group.get_worker_status()][1] == "set_up", 60)
             group.shutdown(force=True)
 
@@ -250,27 +249,27 @@ def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
         with pytest.raises(WorkerGroupError, match="it has been shut down") as caught:
             group.resize(dp=3, timeout=60)
         other.join(60)
-        assert not isinstance(caught.value, BrokenEpochError)
+        assert not isinstance(caught.value, WorkerFailureError)
 
 
 def test_calls_in_flight_finish(group):
     """Calls of the old epoch end in it, also on ranks that leave; calls made meanwhile run in the new one."""
-    epoch, running = group.inspect().epoch, group.call("sleep", 1.0)
+    epoch, running = group.state().group_epoch, group.call("sleep", 1.0)
     queued = group.call("rank")
     results = []
 
     def call():
-        while group.inspect().epoch == epoch:
+        while group.state().group_epoch == epoch:
             made = group.call("facts")
-            results.append((made.epoch, made.result()))
+            results.append((made.group_epoch, made.result()))
 
     with_others = threading.Thread(target=call)
     with_others.start()
     group.resize(dp=1)
     with_others.join(timeout=60)
     assert running.result() == [epoch] * 2
-    assert (queued.epoch, queued.result()) == (epoch, [0, 1])
-    results.append((group.inspect().epoch, group.call("facts").result()))
+    assert (queued.group_epoch, queued.result()) == (epoch, [0, 1])
+    results.append((group.state().group_epoch, group.call("facts").result()))
     for epoch, facts in results:
         assert {(one[0], one[1]) for one in facts} == {(epoch, len(facts))}
 
@@ -306,7 +305,7 @@ def test_bad_input_is_refused(cluster, monkeypatch, requests):
             with pytest.raises(ValueError, match="the cluster has 5"):
                 group.resize(dp=8)
         assert group.resize(dp=2) == 0
-        assert (group.inspect().epoch, requests) == (0, [])
+        assert (group.state().group_epoch, requests) == (0, [])
         assert group.resize(dp=3, slots=slots[7:]) == 1
         assert [one["bundle_index"] for one in group.worker_metadata][2:] == [7]
     with pytest.raises(Exception, match="shut down"):
@@ -333,7 +332,7 @@ def test_resize_from_a_worker_of_the_group(group, monkeypatch):
     with pytest.raises(WorkerGroupError, match="A worker cannot resize its own group"):
         group.resize(dp=1)
     module.facts = {"tree": "another-0-0"}
-    assert group.resize(dp=1) == group.inspect().epoch
+    assert group.resize(dp=1) == group.state().group_epoch
 
 
 def test_failed_start_changes_nothing(cluster, tmp_path):
@@ -344,7 +343,7 @@ def test_failed_start_changes_nothing(cluster, tmp_path):
         fail.touch()
         with pytest.raises(WorkerStartError, match="no room"):
             group.resize(dp=3)
-        assert (group.inspect().epoch, group.master_port, group.world_size) == (0, port, 2)
+        assert (group.state().group_epoch, group.master_port, group.world_size) == (0, port, 2)
         assert [one.pid for one in group.get_worker_status()] == pids
         assert group.call("facts").result() == [(0, 2, port, 2)] * 2
         fail.unlink()
@@ -365,7 +364,7 @@ def test_timeout_changes_nothing(cluster, tmp_path, skip_wait_for):
         for size in (1, 3):
             with pytest.raises(ResizeTimeoutError, match=r"(?s)nothing has changed.*rank 0 \(dp=0\).*wait_for"):
                 group.resize(dp=size, timeout=600)
-        assert (group.inspect().epoch, group.world_size) == (0, 2)
+        assert (group.state().group_epoch, group.world_size) == (0, 2)
         (tmp_path / "go").touch()
         assert held.result() == [0]
         # A rank that leaves is ended at the deadline.
@@ -387,11 +386,11 @@ def test_broken_epoch_and_its_repair(cluster, tmp_path, how, skip_wait_for, wait
             threads.submit(lambda: (wait_until_running(group, "set_up", 1), kill(group, 1)))
         elif how == "hang":
             skip_wait_for(1)
-        with pytest.raises(BrokenEpochError, match="Epoch 1 is broken") as caught:
+        with pytest.raises(WorkerFailureError, match="did not complete a resize") as caught:
             group.resize(dp=3, timeout=600)
         assert [failure.rank for failure in caught.value.failures] == [1]
         assert caught.value.failures[0].kind == ("killed" if how == "die" else "resize-failed")
-        with pytest.raises(BrokenEpochError, match="restart_failed_workers"):
+        with pytest.raises(WorkerFailureError, match="restart_failed_workers"):
             group.at(dp=0).call("rank")
         marker.unlink()
         if how == "fail":
@@ -410,7 +409,7 @@ def test_two_resizes_at_once(group, gate, monkeypatch):
     """The second one waits, or raises by its timeout."""
     waits = threading.Event()
     act_before_calls_are_awaited(monkeypatch, waits.set)
-    epoch, held = group.inspect().epoch, group.call("wait_for", gate)
+    epoch, held = group.state().group_epoch, group.call("wait_for", gate)
     first = threading.Thread(target=group.resize, kwargs={"dp": 3})
     first.start()
     assert waits.wait(120)
@@ -425,13 +424,13 @@ def test_two_resizes_at_once(group, gate, monkeypatch):
 
 def test_epoch_of_a_restart(group):
     """A restart raises the epoch for everybody and changes nothing else for those that live."""
-    epoch, (survivor, _) = group.inspect().epoch, group.call("history").result()
+    epoch, (survivor, _) = group.state().group_epoch, group.call("history").result()
     restarts = [one.restarts for one in group.get_worker_status()]
     kill(group, 1)
     with pytest.raises(WorkerFailureError):
         group.call("rank").result()
     assert group.restart_failed_workers() == [1]
-    assert group.inspect().epoch == epoch + 1
+    assert group.state().group_epoch == epoch + 1
     assert group.call("facts").result() == [(epoch + 1, 2, group.master_port, 2)] * 2
     assert group.call("history").result() == [survivor, []]
     kill(group, 0)
@@ -482,7 +481,7 @@ class Overlapping:
 
     async def epoch_after(self, seconds, *more):
         await asyncio.sleep(seconds)
-        return current_worker().epoch
+        return current_worker().group_epoch
 
 
 @ray.remote(num_cpus=0)
@@ -501,7 +500,7 @@ def test_overlapping_calls_end_in_their_epoch(cluster):
         late = group.call("epoch_after", 0.0, make_slowly.remote())
         assert group.resize(dp=3) == 1
         assert [call.result() for call in calls] == [[0, 0]] * 3
-        assert [call.epoch for call in calls] == [0] * 3
+        assert [call.group_epoch for call in calls] == [0] * 3
         assert late.result() in ([0, 0], [1, 1])
         assert group.call("epoch_after", 0.0).result() == [1] * 3
         assert group.resize(dp=1) == 2

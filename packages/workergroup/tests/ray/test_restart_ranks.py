@@ -37,7 +37,7 @@ class Worker:
 
     def facts(self):
         worker = current_worker()
-        return worker.rank, worker.epoch, worker.incarnation, os.environ["RANK"], self.value
+        return worker.rank, worker.group_epoch, worker.incarnation, os.environ["RANK"], self.value
 
     def load(self):
         self.value = None
@@ -83,7 +83,7 @@ def test_restart_elsewhere(cluster, tmp_path, clock, monkeypatch, wait_until_run
         names = [one["name"] for one in group.worker_metadata]
         group.call("add", 5).result()
         assert group.restart([1], elsewhere=True) == [1]
-        assert group.inspect().epoch == 1
+        assert group.state().group_epoch == 1
         assert group.call("facts").result() == [(0, 1, 0, "0", [7, 5]), (1, 1, 1, "1", None)]
         assert [one.restarts for one in group.get_worker_status()] == [0, 0]
         assert [one["bundle_index"] for one in group.worker_metadata] == [0, 2]

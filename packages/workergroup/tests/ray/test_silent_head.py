@@ -97,7 +97,7 @@ def make_group_calls():
         # Other methods run at the same time.
         "get_worker_status": (lambda group: [one.state in states for one in group.get_worker_status()], [True, True]),
         "handle": (lambda group: group.handle().name, "calls"),
-        "inspect": (lambda group: group.inspect().epoch, 0),
+        "inspect": (lambda group: group.state().group_epoch, 0),
         "master_address": READ,
         "master_port": READ,
         "resize": (lambda group: group.resize(worker=3, timeout=LIMIT_S), (HeadTimeoutError, ResizeTimeoutError)),
@@ -210,7 +210,7 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
             assert states == {"states": ["idle"] * 2}
         monkeypatch.undo()
         assert eventually(lambda: not head_is_silent())
-        assert group.inspect().epoch == 0
+        assert group.state().group_epoch == 0
         assert group.resize(worker=3, slots=slots[2:3], timeout=60) == 1
         assert group.call("rank").result() == [0, 1, 2]
 

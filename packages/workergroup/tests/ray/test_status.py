@@ -120,7 +120,7 @@ def test_states(group):
         assert states(group)[0] == "busy"
         with restarting(group, 2):
             status = group.get_worker_status()[2]
-        assert (status.state, status.incarnation, status.method) == ("restarting", 1, None)
+        assert (status.state, status.incarnation, status.method) == ("restarting", 0, None)
 
 
 def test_usage(group):

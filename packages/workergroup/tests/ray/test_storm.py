@@ -16,10 +16,10 @@ import pytest
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
-    EpochError,
     RayWorkerBuilder,
     RayWorkerGroup,
     Restart,
+    StaleGroupError,
     WorkerFailureError,
     WorkerGroupError,
     current_worker,
@@ -43,8 +43,8 @@ class Worker:
 
     def step(self, caller, number):
         me = current_worker()
-        os.write(self.log, f"{caller} {number} {me.rank} {me.epoch} {me.world_size}\n".encode())
-        return me.rank, me.epoch, me.world_size
+        os.write(self.log, f"{caller} {number} {me.rank} {me.group_epoch} {me.world_size}\n".encode())
+        return me.rank, me.group_epoch, me.world_size
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Caller:
         began = time.monotonic()
         try:
             yield number
-        except (EpochError, WorkerFailureError) as error:
+        except (StaleGroupError, WorkerFailureError) as error:
             self.errors[number] = error
         self.longest_s = max(self.longest_s, time.monotonic() - began)
 
@@ -168,7 +168,7 @@ def check_call(key, runs, result, error):
         assert sorted(runs) == result, f"{key}: its result {result} is not what has run: {runs}"
         (size,) = {size for _, _, size in result}
         assert [rank for rank, _, _ in result] == list(range(size)), f"{key}: wrong ranks: {result}"
-    elif isinstance(error, EpochError):
+    elif isinstance(error, StaleGroupError):
         assert ranks <= set(error.ran), f"{key}: {error}, but {runs}"
         assert not ranks & set(error.refused), f"{key}: {error}, but {runs}"
     else:

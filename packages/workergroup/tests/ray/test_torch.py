@@ -227,7 +227,7 @@ class Replica:
         import torch
 
         torch.set_num_threads(1)
-        torch.manual_seed(current_worker().rank + 10 * current_worker().epoch)
+        torch.manual_seed(current_worker().rank + 10 * current_worker().group_epoch)
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
 

@@ -10,7 +10,7 @@ from fairlead_workergroup import Place
 from . import seam
 from .ray import PretendedRay
 from .scheduler import SimulatedWorld
-from .seam import Call, Core, Started
+from .seam import Call, Core, Member
 
 
 def make_places(ray: PretendedRay, each: int) -> list[Place]:
@@ -31,13 +31,13 @@ def make_places(ray: PretendedRay, each: int) -> list[Place]:
     return seam.make_places(slots)
 
 
-def start(world: SimulatedWorld, ray: PretendedRay, places: list[Place], epoch: int = 0) -> list[Started]:
+def start(world: SimulatedWorld, ray: PretendedRay, places: list[Place], epoch: int = 0) -> list[Member]:
     """Start a worker in each place."""
     handles = [ray.create(place.slot.node_id) for place in places]
     facts = [{"rank": place.rank, "epoch": epoch, "world_size": len(places), "env": {}} for place in places]
     refs = [handle._fairlead_start.remote(one, [], [], {}) for handle, one in zip(handles, facts, strict=True)]
     answers = world.get(refs, timeout=None)
-    return [seam.make_started(*one) for one in zip(handles, places, answers, strict=True)]
+    return [seam.make_member(*one) for one in zip(handles, places, answers, strict=True)]
 
 
 def make_core(world: SimulatedWorld, ray: PretendedRay, *, each: int = 1) -> Core:

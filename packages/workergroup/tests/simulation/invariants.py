@@ -5,13 +5,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from fairlead_workergroup.extension import Member, Snapshot
+from fairlead_workergroup import GroupState
+from fairlead_workergroup.extension import Member
 
 from .actors import Actor
 from .placement import PretendedPlacement
 from .ray import PretendedRay
 from .scheduler import SimulatedWorld
-from .seam import Call, Roster, was_repeated
+from .seam import Call, Core, was_repeated
 
 # Reports of losses that are about the process, so that it must have ended.
 OF_PROCESSES = frozenset({"killed", "node-lost", "preempted", "out-of-memory"})
@@ -29,16 +30,16 @@ class Invariants:
         self,
         world: SimulatedWorld,
         ray: PretendedRay,
-        roster: Roster,
+        core: Core,
         *,
         placement: PretendedPlacement | None = None,
         max_restarts: int = 3,
     ) -> None:
         self._placement = placement
         self._ray = ray
-        self._roster = roster
+        self._core = core
         self._max_restarts = max_restarts
-        self._seen: Snapshot = roster.now
+        self._seen: GroupState = core.now
         self._lost: set[Any] = set()
         self._incarnations: dict[int, int] = {}
         self._calls: list[Call[Any]] = []
@@ -52,13 +53,13 @@ class Invariants:
 
     def check_at_rest(self) -> None:
         """Check what holds when no task of the group does anything."""
-        now = self._roster.now
-        for member in () if now.ended or now.is_broken else now.members:
+        now = self._core.now
+        for member in () if now.phase == "ended" or now.is_broken else now.members:
             self._check_facts(member, now)
         for call in self._calls:
             self._check_epoch(call)
         self._check_order()
-        if self._placement is not None and not now.ended:
+        if self._placement is not None and now.phase != "ended":
             self._check_holdings(now, self._placement)
 
     def check_ended(self) -> None:
@@ -70,54 +71,54 @@ class Invariants:
         pending = [future for call in self._calls for future in call.futures if not future.is_done]
         assert not pending, f"open futures: {pending}"
 
-    def _check_holdings(self, now: Snapshot, placement: PretendedPlacement) -> None:
+    def _check_holdings(self, now: GroupState, placement: PretendedPlacement) -> None:
         """Check that the group holds what its members need, and nothing else."""
         expected = {place.slot.key for place in now.places}
         claimed = {key for claim in placement.claims for key in claim.keys}
         assert claimed == expected, f"claims: {sorted(claimed)} instead of {sorted(expected)}"
         assert len(placement.leases) <= 1, f"leases: {placement.leases}"
-        mine = {member.process.key for member in now.members}
+        mine = {member.key for member in now.members}
         others = [one for one in self._ray.actors if one.is_running and one.key not in mine and one.rank is not None]
         assert not others, f"leak: {others} belong to no rank"
 
     def _check_change(self) -> None:
         """Check the snapshot after each step."""
-        before, now = self._seen, self._roster.now
+        before, now = self._seen, self._core.now
         if now is before:
             return
         self._seen = now
-        assert now.epoch - before.epoch in (0, 1), f"epochs: {before.epoch} is followed by {now.epoch}"
+        assert now.group_epoch - before.group_epoch in (0, 1), f"epochs: {before.group_epoch} then {now.group_epoch}"
         for member in now.members:
             earlier = self._incarnations.get(member.rank, 0)
             assert member.incarnation >= earlier, f"incarnations: rank {member.rank} goes from {earlier} back"
             self._incarnations[member.rank] = member.incarnation
             assert member.restarts <= self._max_restarts, f"max_restarts: rank {member.rank} has {member.restarts}"
-            if member.failure is None:
-                assert member.process not in self._lost, f"lost for good: {member.process} lives again"
-            elif member.process not in self._lost:
-                self._lost.add(member.process)
+            if member.lost is None:
+                assert member.actor_id not in self._lost, f"lost for good: {member} lives again"
+            elif member.actor_id not in self._lost:
+                self._lost.add(member.actor_id)
                 self._check_loss(member)
 
     def _check_loss(self, member: Member) -> None:
         actor = self._find(member)
-        is_of_process = member.failure is not None and member.failure.kind in OF_PROCESSES
+        is_of_process = member.lost is not None and member.lost.kind in OF_PROCESSES
         assert not (is_of_process and actor is not None and actor.is_running and not actor.is_killed), (
-            f"false loss: {member.failure} and its process runs"
+            f"false loss: {member.lost} and its process runs"
         )
 
     def _check_one_process(self, actor: Actor) -> None:
         others = [one for one in self._ray.actors if one is not actor and one.rank == actor.rank and one.is_running]
         assert not others, f"two processes: {actor} is constructed while {others} run"
 
-    def _check_facts(self, member: Member, now: Snapshot) -> None:
+    def _check_facts(self, member: Member, now: GroupState) -> None:
         actor = self._find(member)
-        if member.failure is not None or actor is None or not actor.is_running or actor.running:
+        if member.lost is not None or actor is None or not actor.is_running or actor.running:
             return
         facts = actor.worker.facts
         has = facts.get("rank"), facts.get("epoch"), facts.get("world_size")
-        expected = member.rank, now.epoch, len(now.members)
+        expected = member.rank, now.group_epoch, len(now.members)
         assert has == expected, f"stale facts: {actor} has {has} instead of {expected}"
-        for name, value in now.facts[member.rank].env.items() if now.facts else ():
+        for name, value in now.rank_env(member.rank).items() if now.variables else ():
             own = actor.worker.environ.get(name)
             assert own == value, f"stale facts: {actor} has {name}={own} instead of {value}"
 
@@ -127,8 +128,8 @@ class Invariants:
             return
         numbers = {future.number for future in call.futures if not future.has_failed}
         ran = {one.number: one.epoch for actor in self._ray.actors for one in actor.worker.ran if one.number in numbers}
-        mixed = {number: epoch for number, epoch in ran.items() if epoch != call.epoch}
-        assert not mixed, f"epoch of a call: {call} of epoch {call.epoch} ran in {mixed}"
+        mixed = {number: epoch for number, epoch in ran.items() if epoch != call.group_epoch}
+        assert not mixed, f"epoch of a call: {call} of epoch {call.group_epoch} ran in {mixed}"
 
     def _check_order(self) -> None:
         """Check that all workers began the calls in one order."""
@@ -145,4 +146,4 @@ class Invariants:
 
     def _find(self, member: Member) -> Actor | None:
         actors: Sequence[Actor] = self._ray.actors
-        return next((one for one in actors if one.key == member.process.key), None)
+        return next((one for one in actors if one.key == member.key), None)

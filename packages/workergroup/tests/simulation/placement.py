@@ -8,7 +8,7 @@ from typing import Any
 from fairlead_placement import HeadTimeoutError, PlacementError, ResourceInsufficientError, Slot
 
 from .ray import HEAD_S, PretendedRay
-from .seam import Deadline, late_error, start_error
+from .seam import Deadline, find_loss, late_error, start_error
 
 FIRST_PORT = 20_000
 # How long a lease waits for the agent of its node, and how often a wait for constructors looks whether it goes on.
@@ -97,28 +97,27 @@ class PretendedPlacement:
     def wait_started(
         self,
         started: Sequence[Any],
-        plans: Sequence[Any],
+        members: Sequence[Any],
         *,
-        actors: Sequence[Any] = (),
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
         **_: Any,
     ) -> list[Mapping[str, Any]]:
         """Wait until all constructors have finished, as `_start.launch.wait_started` does."""
-        whose = zip(plans, actors or [None] * len(plans), strict=True)
-        deadline, pending = Deadline.after(timeout_s), dict(zip(started, whose, strict=True))
+        deadline, pending = Deadline.after(timeout_s), dict(zip(started, members, strict=True))
         while pending:
             left = deadline.left(at_most=LOOK_EVERY_S)
             ready, _rest = self.ray.world.wait(list(pending), num_returns=1, timeout=left)
             check()
             if not ready and deadline.passed:
-                raise late_error([plan for plan, _ in pending.values()], len(started), timeout_s)
+                late = [*pending.values()]
+                raise late_error(late, [None] * len(late), len(started), timeout_s)
             for ref in ready:
-                plan, actor = pending.pop(ref)
+                member = pending.pop(ref)
                 try:
                     ref.value()
                 except Exception as error:
-                    waiting = [other.place.rank for other, _ in pending.values()]
+                    waiting = [other.rank for other in pending.values()]
                     done = len(started) - len(pending) - 1
-                    raise start_error(error, plan, actor, done, waiting) from error
+                    raise start_error(error, member, done, waiting, find_loss(member, error)) from error
         return [ref.value() for ref in started]

@@ -87,7 +87,7 @@ class GroupRun:
             restarts = bool(world.choose(2))
             world.note(f"has scope {scope!r}, on_failure={restarts}, and the faults {sorted(self.chosen)}")
             self.group = group = make_group(ray, restart=Restart(scope=scope, on_failure=restarts))
-            self.invariants = Invariants(world, ray, group._roster, placement=placement)
+            self.invariants = Invariants(world, ray, group._core, placement=placement)
             self._inject(ray, behaviour)
             works: list[tuple[str, Callable[[], object]]] = [("a", self._call), ("b", self._call)]
             works += [("changer", self._change)] + [("other changer", self._change)] * world.choose(2)
@@ -199,9 +199,7 @@ class GroupRun:
     def _check_rest(self, ray: PretendedRay, group: RayWorkerGroup) -> None:
         """Check what holds when nothing is under way any more."""
         world = self.world
-        world.wait_for(
-            "waits for the change", lambda: group._membership._thread is None and not group._membership._queue
-        )
+        world.wait_for("waits for the change", lambda: group._changes.is_idle)
         if self._has("silent"):
             world.sleep(2 * SILENCE_S)
         world.wait_for(
@@ -210,7 +208,7 @@ class GroupRun:
             200.0,
         )
         self.invariants.check_at_rest()
-        now = group._roster.now
+        now = group._core.now
         if self.chosen <= HARMLESS and (now.lost or now.is_broken):
             raise SimulationError(f"damage: no worker has failed, and the group has lost {now.lost}")
 

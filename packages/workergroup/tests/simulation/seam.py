@@ -17,23 +17,17 @@ from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import Place
 from fairlead_workergroup._calls.call import Call
-from fairlead_workergroup._calls.core import Core, PlannedCall
-from fairlead_workergroup._calls.plan import Recipients
-from fairlead_workergroup._elastic.resize import Resize
-from fairlead_workergroup._lifecycle import crew, launcher, resources
-from fairlead_workergroup._lifecycle.resources import Resources
-from fairlead_workergroup._lifecycle.shutdown import RunningWorker
-from fairlead_workergroup._membership.facts import WorkerFacts
-from fairlead_workergroup._membership.judge import Judge
-from fairlead_workergroup._membership.machine import Membership
-from fairlead_workergroup._membership.model import Started, make_process
-from fairlead_workergroup._membership.operations import RestartPolicy
-from fairlead_workergroup._membership.roster import Roster
-from fairlead_workergroup._observe.evidence import RayWitnesses
+from fairlead_workergroup._calls.plan import PlannedCall, Recipients
+from fairlead_workergroup._membership import operations, slots
+from fairlead_workergroup._membership.core import Core
+from fairlead_workergroup._membership.losses import find_losses
+from fairlead_workergroup._membership.owned import Owned
+from fairlead_workergroup._membership.slots import Slots
+from fairlead_workergroup._model import GroupState, Member, RestartPolicy
 from fairlead_workergroup._ray_private import actor_id_of, actor_id_of_ref, dead_actors
 from fairlead_workergroup._remote import facts as remote_facts
 from fairlead_workergroup._remote.process import find_ended
-from fairlead_workergroup._start import launch
+from fairlead_workergroup._start.launch import late_error, start_error
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import Method, WorkerClass, describe_class
 from fairlead_workergroup._transport.replies import Request
@@ -48,15 +42,16 @@ __all__ = [
     "Call",
     "Core",
     "Deadline",
-    "Roster",
-    "Started",
+    "Member",
     "WorkerClass",
     "actor_id_of",
     "actor_id_of_ref",
     "dead_actors",
     "find_ended",
+    "late_error",
     "replaced",
     "replaced_by",
+    "start_error",
 ]
 
 # What Ray tells a driver about itself.
@@ -108,20 +103,20 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         # All requests to the head but `choose_alive`.
         f"{ours}._observe.head._ask": pretended.ask_head,
         f"{ours}._observe.query.choose_alive": pretended.choose_alive,
-        f"{ours}._observe.evidence.choose_alive": pretended.choose_alive,
-        f"{ours}._observe.evidence.collect": world.collect,
-        f"{ours}._lifecycle.shutdown.collect": world.collect,
+        f"{ours}._membership.losses.choose_alive": pretended.choose_alive,
+        f"{ours}._membership.losses.collect": world.collect,
+        f"{ours}._membership.ends.collect": world.collect,
         # All questions to nodes: `late_workers`, `find_ended`, `cancel_calls`.
         f"{ours}._observe.query.run_on_nodes": pretended.run_on_nodes,
         # Whether Ray is the one that the group was made on.
         f"{ours}._world.connection": pretended.connection,
         # Slots, ports, and actors, which are created by several threads.
-        f"{ours}._lifecycle.resources.claim_slots": placement.claim_slots,
-        f"{ours}._lifecycle.resources.lease_ports": placement.lease_ports,
-        f"{ours}._lifecycle.launcher.create_actors": placement.create_actors,
-        f"{ours}._lifecycle.launcher.wait_started": placement.wait_started,
+        f"{ours}._membership.slots.claim_slots": placement.claim_slots,
+        f"{ours}._membership.provision.lease_ports": placement.lease_ports,
+        f"{ours}._membership.provision.create_actors": placement.create_actors,
+        f"{ours}._membership.provision.wait_started": placement.wait_started,
         # The class of the user is described once for all runs.
-        f"{ours}._lifecycle.launcher.describe_class": describe_model,
+        f"{ours}._membership.provision.describe_class": describe_model,
         f"{ours}._transport.arguments.ObjectRef": SimRef,
         # Variables of the driver.
         f"{ours}._start.launch.forwarded_variables": lambda driver: {},
@@ -132,26 +127,22 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._observe.registration.publish": lambda key, version, data: None,
         f"{ours}._observe.registration.await_published": lambda key, **options: True,
         f"{ours}._observe.registration.withdraw": lambda key: None,
-        # It has a lock that is held while processes end, which is a wait.
-        f"{ours}._group.Resources": lambda *args, **options: Resources(
-            *args, **options, _ending=world.mutex(reentrant=True)
-        ),
         f"{ours}._group.release_when_dropped": lambda *_: None,
         f"{ours}._group.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="simulated")),
         # Terminals.
-        f"{ours}._lifecycle.delivery.Bar": NoBar,
+        f"{ours}._membership.delivery.Bar": NoBar,
         # Functions of this package that read the clock themselves, because agents need its times.
-        f"{ours}._lifecycle.shutdown.time": SimpleNamespace(monotonic=world.now, sleep=world.sleep),
-        f"{ours}._lifecycle.shutdown.wait_until": lambda is_true, until, **_: _wait_until(
+        f"{ours}._membership.ends.time": SimpleNamespace(monotonic=world.now, sleep=world.sleep),
+        f"{ours}._membership.ends.wait_until": lambda is_true, until, **_: _wait_until(
             world, is_true, until - world.now()
         ),
-        f"{ours}._lifecycle.shutdown.choose_alive": pretended.choose_alive,
-        f"{ours}._lifecycle.shutdown.run_on_nodes": pretended.run_on_nodes,
+        f"{ours}._membership.ends.choose_alive": pretended.choose_alive,
+        f"{ours}._membership.ends.run_on_nodes": pretended.run_on_nodes,
         f"{ours}._observe.query.time": SimpleNamespace(monotonic=world.now),
         # How often waits look at the clock, or whether they are to be given up.
         f"{ours}._world.SLICE_S": math.inf,
-        f"{ours}._lifecycle.delivery.LOOK_EVERY_S": 2.0,
-        f"{ours}._lifecycle.shutdown.LOOK_EVERY_S": 2.0,
+        f"{ours}._membership.delivery.LOOK_EVERY_S": 2.0,
+        f"{ours}._membership.ends.LOOK_EVERY_S": 2.0,
     }
 
 
@@ -217,81 +208,53 @@ def describe(worker: type) -> WorkerClass:
 
 def make_places(slots: Sequence[Slot]) -> list[Place]:
     """Return the place of a rank in each slot."""
-    return lay_out(slots, prefix="simulated")
+    return [replace(place, coords={"dp": place.rank}) for place in lay_out(slots, prefix="simulated")]
 
 
 def make_plan(place: Place) -> Any:
     """Return as much of the plan of a worker as pretended placement uses."""
-    return SimpleNamespace(place=place, process=make_process(place, {"dp": place.rank}))
+    return SimpleNamespace(place=place)
 
 
-def make_started(handle: Any, place: Place, answer: Mapping[str, Any]) -> Started:
-    """Return a worker that has started in a place, given what its process has reported."""
-    known = {"pid": answer["pid"], "started": answer["started"], "actor_id": actor_id_of(handle)}
-    return Started(handle, place, replace(make_process(place, {"dp": place.rank}), **known))
+def make_member(handle: Any, place: Place, answer: Mapping[str, Any]) -> Member:
+    """Return a worker in a place, given what its process has reported."""
+    member = Member(place, handle=handle, actor_id=actor_id_of(handle), node_id=place.slot.node_id)
+    return replace(member, **{name: answer[name] for name in ("pid", "started") if name in answer})
 
 
-def make_resources(name: str, places: Sequence[Place]) -> Resources:
-    """Return what a group holds that has no workers yet."""
-    return Resources(Roster(name, list(places), NamedSharding.from_shape(dp=len(places))))
+def make_owned(name: str, places: Sequence[Place]) -> tuple[Slots, Owned]:
+    """Return what a group holds that has no workers yet, and what claims slots for it."""
+    core = Core(name, places, NamedSharding.from_shape(dp=len(places)), policy=RestartPolicy())
+    owned = Owned(core)
+    return Slots([place.slot for place in places], core, owned), owned
 
 
-def make_running_worker(handle: Any, node_id: str) -> RunningWorker:
-    """Return what has to be ended of a worker."""
-    return RunningWorker(handle, node_id, "")
-
-
-def create_actors(plans: Sequence[Any]) -> dict[int, Any]:
-    """Create the actors of workers as a start does; return their handles, by rank."""
-    made: dict[int, Any] = {}
-
-    def add(plan: Any, actor: Any) -> None:
-        made[plan.place.rank] = actor
-
-    launcher.create_actors(plans, None, [], name="a", add=add)  # type: ignore[arg-type]
-    return made
-
-
-def wait_started(started: Sequence[Any], plans: Sequence[Any], timeout_s: float) -> Any:
-    """Wait for constructors as a start does."""
-    return launcher.wait_started(started, plans, name="a", timeout_s=timeout_s, check=lambda: None)
-
-
-def late_error(plans: Sequence[Any], workers: int, timeout_s: float) -> Exception:
-    """Return the error about workers that have not started in time."""
-    return launch.late_error(plans, [None] * len(plans), workers, timeout_s)
-
-
-def start_error(error: Exception, plan: Any, actor: Any, started: int, waiting: Sequence[int]) -> Exception:
-    """Return the error about a constructor that has raised an error."""
-    return launch._start_error(error, plan, actor, started, waiting)
+def find_loss(member: Member, error: Exception) -> Any:
+    """Return the loss of which the error of a worker that starts tells; None if it tells of none."""
+    core: Any = SimpleNamespace(now=SimpleNamespace(phase="starting"), memory_limit=None)
+    return find_losses(core, {member: error}).get(member)
 
 
 # Shipped code of calls.
 
 
-def make_core(places: list[Place], started: Sequence[Started]) -> Core:
+def make_core(places: list[Place], started: Sequence[Member]) -> Core:
     """Return the core of a group whose workers have started, and which does not restart them."""
     sharding = NamedSharding.from_shape(dp=len(places))
-    roster = Roster("simulated", places, sharding)
-    roster.judge = Judge(RayWitnesses(roster.find_handle))
-    roster.commit(epoch=0, sharding=sharding, places=places, facts=(), started=started, resize=None)
-    policy = RestartPolicy(on_failure=False, max_restarts=3, scope="worker")
-    # Calls use nothing else of the ports.
-    port: Any = SimpleNamespace(policy=policy)
-    nothing: Any = SimpleNamespace()
-    described: Any = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))
-    return Core(roster, described, Membership(roster, port, nothing, nothing), None)
+    core = Core("simulated", places, sharding, policy=RestartPolicy(max_restarts=3))
+    core.commit(GroupState(0, 0, sharding, tuple(started), phase="serving"))
+    core.described = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))  # type: ignore[assignment]
+    return core
 
 
 def make_call(core: Core, name: str, args: Sequence[Any], now: float, timeout: float | None) -> Call[Any]:
     """Call a method on all workers of a group."""
-    snapshot = core.roster.now
-    ranks = list(range(len(snapshot.members)))
+    state = core.now
+    ranks = list(range(len(state.members)))
     requests = [Request(name, list(args), {}) for _ in ranks]
     recipients = Recipients(ranks, ranks, None)
     method, deadline = Method(name, "plain", None), Deadline.after(timeout)
-    planned = PlannedCall(method, recipients, requests, now, deadline, sharding=snapshot.sharding)
+    planned = PlannedCall(method, recipients, requests, now, deadline, sharding=state.sharding)
     return Call(core, None, planned, core.send(planned))
 
 
@@ -305,32 +268,35 @@ def was_repeated(call: Call[Any]) -> bool:
 
 def send_only_the_epoch(patch: Any) -> None:
     """Survivors of a restart are sent the number of the epoch, and no other facts."""
-    since = WorkerFacts.since
+    since = GroupState.facts_since
 
-    def reverted(facts: WorkerFacts, before: WorkerFacts) -> Any:
-        if before.world_size != facts.world_size:
-            return since(facts, before)
-        return {"epoch": facts.epoch}
+    def reverted(now: GroupState, before: GroupState, rank: int) -> Any:
+        if len(before.members) != len(now.members):
+            return since(now, before, rank)
+        return {"epoch": now.group_epoch}
 
-    patch.setattr(WorkerFacts, "since", reverted)
+    patch.setattr(GroupState, "facts_since", reverted)
 
 
 def forget_the_scope(patch: Any) -> None:
     """A resize restarts only the lost ranks, also with scope "group"."""
-    plan = Resize.plan
+    resize = operations.resize
 
     class Asked:
-        def __init__(self, asked: Any) -> None:
-            self.policy = replace(asked.policy, scope="worker")
-            self._asked = asked
+        def __init__(self, core: Any) -> None:
+            self.policy = replace(core.policy, scope="worker")
+            self._core = core
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(self._asked, name)
+            return getattr(self._core, name)
 
-    patch.setattr(Resize, "plan", lambda self, now, ask: plan(self, now, Asked(ask)))  # type: ignore[arg-type]
+    def reverted(*args: Any) -> Any:
+        made = resize(*args)
+        return replace(made, plan=lambda now, core, until: made.plan(now, Asked(core), until))
+
+    patch.setattr(operations, "resize", reverted)
 
 
 def use_dead_slots(patch: Any) -> None:
     """Slots of dead nodes are chosen."""
-    for module in (crew, resources):
-        patch.setattr(module, "usable_slots", list)
+    patch.setattr(slots, "usable_slots", list)

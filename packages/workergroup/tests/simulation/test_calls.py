@@ -72,7 +72,7 @@ def test_losses():
             call_until_it_fails(world, core)
         (failure,) = caught.value.failures
         kinds.add((failure.rank, failure.kind))
-        assert core.roster.now.lost == {failure.rank: failure}
+        assert core.now.lost == {failure.rank: failure}
         with pytest.raises(WorkerFailureError):
             call(world, core, "step")
 

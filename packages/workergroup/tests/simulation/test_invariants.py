@@ -19,7 +19,7 @@ def simulate(script):
         ray = PretendedRay(world)
         with replaced(ray):
             core = make_core(world, ray)
-            script(world, ray, core, Invariants(world, ray, core.roster))
+            script(world, ray, core, Invariants(world, ray, core))
             world.point("ends")
 
     failure = run(run_script, Recorded(b"")).failure
@@ -27,12 +27,11 @@ def simulate(script):
 
 
 def advance(core, **changes):
-    with core.roster.lock:
-        core.roster._advance(**changes)
+    core.advance(**changes)
 
 
 def change_member(core, **changes):
-    first, *rest = core.roster.now.members
+    first, *rest = core.now.members
     advance(core, members=(replace(first, **changes), *rest))
 
 
@@ -53,7 +52,7 @@ def test_none():
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"epoch": 2}, "epochs"),
+        ({"group_epoch": 2}, "epochs"),
         ({"incarnation": -1}, "incarnations"),
         ({"restarts": 4}, "max_restarts"),
         ({"failure": "killed"}, "false loss"),
@@ -64,9 +63,8 @@ def test_snapshots(change, rule):
 
     def script(world, ray, core, invariants):
         if "failure" in change:
-            process = core.roster.now.processes[0]
-            change_member(core, failure=process.failure("killed", "by mistake"))
-        elif "epoch" in change:
+            change_member(core, lost=core.now[0].failure("killed", "by mistake"))
+        elif "group_epoch" in change:
             advance(core, **change)
         else:
             change_member(core, **change)
@@ -79,9 +77,9 @@ def test_a_loss_is_final():
 
     def script(world, ray, core, invariants):
         ray.actors[0].end("it crashed")
-        change_member(core, failure=core.roster.now.processes[0].failure("killed", "it crashed"))
+        change_member(core, lost=core.now[0].failure("killed", "it crashed"))
         world.point("sees it")
-        change_member(core, failure=None)
+        change_member(core, lost=None)
 
     assert simulate(script).startswith("lost for good: ")
 
@@ -90,7 +88,7 @@ def test_two_processes():
     """A rank is not constructed while its old process runs."""
 
     def script(world, ray, core, invariants):
-        start(world, ray, list(core.roster.now.places))
+        start(world, ray, list(core.now.places))
 
     assert simulate(script).startswith("two processes: ")
 

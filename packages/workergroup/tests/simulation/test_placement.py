@@ -10,7 +10,7 @@ from .actors import HANG
 from .calls import make_places
 from .exploration import explore
 from .ray import PretendedRay
-from .seam import create_actors, make_plan, make_resources, make_running_worker, replaced, wait_started
+from .seam import Deadline, make_member, make_owned, make_plan, replaced
 
 
 def simulate(script, seeds=50):
@@ -26,31 +26,33 @@ def simulate(script, seeds=50):
         raise report.failed.failure
 
 
-def test_resources():
-    """Two groups share the slots, each with the shipped `Resources`, which give everything back."""
+def test_owned():
+    """Two groups share the slots; what each of them owns is returned at its end."""
 
     def script(world, ray, placement, places):
-        slots = [place.slot for place in places]
-        made = [make_resources(name, places) for name in "abc"]
+        made = [make_owned(name, places) for name in "abc"]
 
-        def acquire(resources):
-            (first, _) = resources.claim_free(slots, 2)
-            resources.lease_master_port(first)
+        def acquire(slots, owned):
+            (first, _) = slots.claim_free(2)
+            ((lease,),) = placement.lease_ports([first])
+            owned.own(("port",), lease.release)
             handle = ray.create(first.node_id)
             handle.__ray_ready__.remote()
-            resources.add({0: make_running_worker(handle, first.node_id)})
+            owned.own_worker(make_member(handle, places[0], {}))
 
         def run(work):
-            world.join([world.start_task(one.roster.name_prefix, lambda one=one: work(one)) for one in made[:2]])
+            world.join(
+                [world.start_task(name, lambda one=one: work(*one)) for name, one in zip("ab", made[:2], strict=True)]
+            )
 
         run(acquire)
-        assert made[2].claim_free(slots, 1) == []
+        slots, _ = made[2]
+        assert slots.claim_free(1) == []
         with pytest.raises(ResourceInsufficientError):
-            made[2].claim_slots(slots[:1])
+            slots.claim([places[0].slot])
         assert len(placement.claims) == 4
         assert len(placement.leases) == 2
-        run(lambda resources: resources.give_back())
-        assert [one.gave_all_back for one in made] == [True] * 3
+        run(lambda slots, owned: owned.close(Deadline.after(60)))
         assert not placement.claims
         assert not placement.leases
         assert not any(actor.is_running for actor in ray.actors)
@@ -76,13 +78,15 @@ def test_starts():
     """Actors start in their slots; a constructor that raises or hangs is a WorkerStartError that names the rank."""
 
     def script(world, ray, placement, places):
+        made = {}
         plans = [make_plan(place) for place in places]
-        made = create_actors(plans)
+        placement.create_actors(plans, None, [], add=lambda plan, actor: made.setdefault(plan.place.rank, actor))
+        members = [make_member(made[place.rank], place, {}) for place in places]
         facts = [{"rank": rank, "env": {}} for rank in made]
 
         def wait(timeout_s):
             refs = [made[one["rank"]]._fairlead_start.remote(one, [], [], {}) for one in facts]
-            return wait_started(refs, plans, timeout_s)
+            return placement.wait_started(refs, members, timeout_s=timeout_s)
 
         assert [answer["node_id"] for answer in wait(10)] == [place.slot.node_id for place in places]
 

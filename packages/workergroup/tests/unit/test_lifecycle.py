@@ -10,11 +10,13 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from fairlead_workergroup import WorkerStartError
-from fairlead_workergroup._lifecycle import resources
-from fairlead_workergroup._lifecycle.resources import Resources
-from fairlead_workergroup._lifecycle.teardown import Teardown
+from fairlead_workergroup._membership import owned, slots
+from fairlead_workergroup._membership.owned import Owned
+from fairlead_workergroup._membership.shutdown import Shutdown
+from fairlead_workergroup._membership.slots import Slots
 from fairlead_workergroup._start import launch
 from fairlead_workergroup._start.launch import create_actors, wait_started
+from fairlead_workergroup._world import NEVER
 
 
 class Answer(Future):
@@ -25,21 +27,20 @@ class Answer(Future):
 
 
 def make_plans(count):
-    return [SimpleNamespace(place=SimpleNamespace(rank=rank), process=f"rank {rank}") for rank in range(count)]
+    return [SimpleNamespace(place=SimpleNamespace(rank=rank)) for rank in range(count)]
 
 
-def test_the_first_failure_is_reported(monkeypatch):
+def make_members(count):
+    return [SimpleNamespace(rank=rank, coords={}, node_id="node") for rank in range(count)]
+
+
+def test_the_first_failure_is_reported():
     """If a worker fails and its peers fail because of it a moment later, the error names the first one."""
     refs = [Answer(), Answer()]
-    monkeypatch.setattr(
-        launch,
-        "_start_error",
-        lambda error, plan, *_: WorkerStartError(f"{plan.place.rank}: {error}"),
-    )
     later = threading.Timer(0.1, lambda: [refs[rank].set_exception(RuntimeError(f"from {rank}")) for rank in (1, 0)])
     later.start()
-    with pytest.raises(WorkerStartError, match="1: from 1"):
-        wait_started(refs, make_plans(2), name="a group", timeout_s=10, check=lambda: None)
+    with pytest.raises(WorkerStartError, match="rank 1 on node node: its constructor raised RuntimeError: from 1"):
+        wait_started(refs, make_members(2), name="a group", timeout_s=10, check=lambda: None)
     later.join()
 
 
@@ -55,7 +56,7 @@ def test_each_answer_is_looked_at_once():
     refs = [Counted() for _ in range(1000)]
     for at, ref in enumerate(refs):
         ref.set_result({"at": at})
-    answers = wait_started(refs, make_plans(1000), name="a group", timeout_s=10, check=lambda: None)
+    answers = wait_started(refs, make_members(1000), name="a group", timeout_s=10, check=lambda: None)
     assert [answer["at"] for answer in answers] == list(range(1000))
     assert set(looked.values()) == {1}
 
@@ -65,9 +66,9 @@ def test_workers_that_are_late():
     refs = [Answer() for _ in range(10)]
     refs[0].set_result({})
     with pytest.raises(
-        WorkerStartError, match=r"9 of 10 workers .* after 0.1 s(?s:.*)rank 1: (?s:.*)rank 8: (?s:.*)and 1 others"
+        WorkerStartError, match=r"9 of 10 workers .* after 0.1 s(?s:.*)rank=1,(?s:.*)rank=8,(?s:.*)and 1 others"
     ):
-        wait_started(refs, make_plans(10), name="a group", timeout_s=0.1, check=lambda: None)
+        wait_started(refs, make_members(10), name="a group", timeout_s=0.1, check=lambda: None)
 
 
 def test_the_progress_bar_names_the_phase(monkeypatch):
@@ -85,7 +86,7 @@ def test_the_progress_bar_names_the_phase(monkeypatch):
     for ref in refs:
         ref.set_result({})
     create_actors(make_plans(2), None, ["a", "b"], name="policy", add=lambda *_: None)
-    wait_started(refs, make_plans(2), name="policy", timeout_s=10, check=lambda: None)
+    wait_started(refs, make_members(2), name="policy", timeout_s=10, check=lambda: None)
     assert shown == [("Starting policy: create", 2), ("Starting policy: process, import, constructor", 2)]
 
 
@@ -150,19 +151,42 @@ class TestCreation:
         assert sorted([*known, 3]) == sorted(requested)
 
 
-def test_an_interrupt_while_a_registration_is_withdrawn(monkeypatch):
-    """The workers end before anything that may be slow, so an interrupt there leaves no worker behind."""
-    ended = []
-    monkeypatch.setattr(resources, "kill_and_wait", lambda workers: ended.extend(workers) or [])
+def make_owned(connected=True):
+    return Owned(SimpleNamespace(connected=connected, name_prefix="policy", ended_error=lambda: ValueError("ended")))
 
-    def withdraw():
+
+WORKER = SimpleNamespace(actor_id="a", rank=0)
+
+
+def test_an_interrupt_during_the_end(monkeypatch):
+    """Ctrl-C in one step of the end does not keep the others from being done."""
+    done = []
+
+    def interrupt():
+        done.append("port")
         raise KeyboardInterrupt
 
-    held = Resources(SimpleNamespace(connected=True), registration=SimpleNamespace(withdraw=withdraw))
-    held.add({0: "worker of rank 0"})
+    monkeypatch.setattr(owned, "kill_and_wait", lambda workers, until: done.append("workers") or [])
+    held = make_owned()
+    held.own(("slot", 1), lambda: done.append("slot"))
+    held.own(("port",), interrupt)
+    held.own(("publication",), lambda: done.append("publication"))
+    held.own_worker(WORKER)
     with pytest.raises(KeyboardInterrupt):
-        held.give_back()
-    assert ended == [0]
+        held.close(NEVER)
+    assert done == ["workers", "publication", "port", "slot"]
+
+
+def test_what_arrives_after_the_end(monkeypatch):
+    """What a change acquires while the group ends is returned at once."""
+    done = []
+    monkeypatch.setattr(owned, "kill_and_wait", lambda workers, until: done.append("worker") or [])
+    held = make_owned()
+    assert held.close(NEVER)
+    held.own(("port",), lambda: done.append("port"))
+    with pytest.raises(ValueError, match="ended"):
+        held.own_worker(WORKER)
+    assert done == ["port", "worker"]
 
 
 def test_an_interrupt_while_slots_are_claimed(monkeypatch):
@@ -174,11 +198,11 @@ def test_an_interrupt_while_slots_are_claimed(monkeypatch):
             raise KeyboardInterrupt
         return SimpleNamespace(release=lambda: released.append(slots[0].key))
 
-    monkeypatch.setattr(resources, "claim_slots", claim_slots)
-    held = Resources(SimpleNamespace(name_prefix="policy"))
-    monkeypatch.setattr(resources, "usable_slots", list)
+    monkeypatch.setattr(slots, "claim_slots", claim_slots)
+    monkeypatch.setattr(slots, "usable_slots", list)
+    claims = Slots([], SimpleNamespace(name_prefix="policy"), make_owned())
     with pytest.raises(KeyboardInterrupt):
-        held.claim_slots([SimpleNamespace(key="free"), SimpleNamespace(key="full")])
+        claims.claim([SimpleNamespace(key="free"), SimpleNamespace(key="full")])
     assert released == ["free"]
 
 
@@ -189,53 +213,41 @@ def test_an_interrupt_at_the_beginning():
     def interrupt():
         raise KeyboardInterrupt
 
-    held = SimpleNamespace(
-        roster=SimpleNamespace(begin_end=interrupt, end=lambda: None),
-        give_back=lambda: ended.append("workers"),
-        gave_all_back=True,
-    )
-    membership = SimpleNamespace(turns=SimpleNamespace(refuse_waiting=lambda: None), join=lambda deadline: True)
-    launcher = SimpleNamespace(resources=held, release=lambda: None)
+    core = SimpleNamespace(refuse_waiting=interrupt, end=lambda: None, ending=False)
+    held = SimpleNamespace(close=lambda until: ended.append("workers"))
+    provisioner = SimpleNamespace(owned=held, release_arguments=lambda: None)
     with pytest.raises(KeyboardInterrupt):
-        Teardown(launcher, membership).run(None, 30.0, force=False)
+        Shutdown(core, SimpleNamespace(join=lambda deadline: True), provisioner).run(None, 30.0, force=False)
     assert ended == ["workers"]
 
 
 def test_ray_that_ends_during_the_release(monkeypatch, caplog):
     """An error of Ray is not reported if Ray has been shut down meanwhile: it has ended everything."""
-    roster = SimpleNamespace(connected=True)
+    held = make_owned()
 
-    def kill_and_wait(workers):
-        roster.connected = False
+    def kill_and_wait(workers, until):
+        held._core.connected = False
         raise RaySystemError("Ray has not been started yet")
 
-    monkeypatch.setattr(resources, "kill_and_wait", kill_and_wait)
-    held = Resources(roster)
-    held.add({0: "worker of rank 0"})
-    held.give_back()
-    assert held.gave_all_back
+    monkeypatch.setattr(owned, "kill_and_wait", kill_and_wait)
+    held.own_worker(WORKER)
+    assert held.close(NEVER)
     assert not caplog.records
 
 
-@pytest.mark.parametrize("release", ["release_port", "drop_next_port", "take_next_port"])
-def test_a_port_whose_release_was_interrupted_is_released_at_the_end(release):
-    """A group forgets a port when it has been released: Ctrl-C in between leaves it to the end of the group."""
-    released = []
+def test_a_release_that_was_interrupted_is_repeated_at_the_end():
+    """A group forgets what it holds when that has been released: Ctrl-C in between leaves it to the end."""
+    released, interrupts = [], [True]
 
-    class Lease:
-        def __init__(self, interrupts):
-            self.interrupts = interrupts
+    def release():
+        if interrupts:
+            interrupts.clear()
+            raise KeyboardInterrupt
+        released.append("port")
 
-        def release(self, *, timeout_s):
-            if self.interrupts:
-                self.interrupts = False
-                raise KeyboardInterrupt
-            released.append(self)
-
-    first, then = Lease(release != "drop_next_port"), Lease(release == "drop_next_port")
-    held = Resources(SimpleNamespace(), lease=first, next_lease=then)
+    held = make_owned()
+    held.own(("port", 1), release)
     with pytest.raises(KeyboardInterrupt):
-        getattr(held, release)()
-    held.release_port()
-    assert {first, then} == set(released)
-    assert (held.lease, held.next_lease) == (None, None)
+        held.drop([("port", 1)])
+    held.close(NEVER)
+    assert released == ["port"]

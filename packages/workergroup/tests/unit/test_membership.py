@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of the members of a group without Ray: their order, and restarts of ranks."""
+"""Changes of the members of a group without Ray: their order, and the calls that wait for them."""
 
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -9,138 +10,22 @@ from ray.util.placement_group import PlacementGroup
 
 from fairlead_placement import HeadTimeoutError, Slot
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup._calls.core import Core
-from fairlead_workergroup._elastic.restart import RestartRanks
-from fairlead_workergroup._membership.machine import Membership
-from fairlead_workergroup._membership.model import Started
-from fairlead_workergroup._membership.operations import RestartPolicy, Start
-from fairlead_workergroup._membership.roster import Roster
+from fairlead_workergroup._membership import change, operations
+from fairlead_workergroup._membership.change import Changes
+from fairlead_workergroup._membership.core import Core, Sent
+from fairlead_workergroup._membership.operations import Operation, restart_ranks
+from fairlead_workergroup._membership.provision import Staged
+from fairlead_workergroup._model import GroupState, Member, RestartPolicy
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._world import NEVER, Deadline
 from fairlead_workergroup.exceptions import LateWorker, ResizeTimeoutError, WorkerFailureError, WorkerGroupError
 
-
-class Act:
-    """An operation that calls a function, and changes nothing."""
-
-    def __init__(self, name, act):
-        self.name, self.act = name, act
-
-    def plan(self, now, ask):
-        self.act()
-
-
-@pytest.fixture
-def membership():
-    roster = SimpleNamespace(connected=True, ending=False, connection=SimpleNamespace(check=lambda: None))
-    roster.now = SimpleNamespace(members=[], sharding=None, is_broken=False, ended=False)
-    roster.check_alive = lambda: roster.now
-    made = Membership(roster, SimpleNamespace(policy=SimpleNamespace(on_failure=False)), None, None)
-    made.turns = SimpleNamespace(end_change=lambda error: False)
-    return made
-
-
-@pytest.fixture
-def busy(membership):
-    """Yield an event that ends an operation which is under way."""
-    begun, goes_on = threading.Event(), threading.Event()
-    change = membership.begin(Act("a change", lambda: (begun.set(), goes_on.wait(60))))
-    assert begun.wait(20)
-    yield goes_on
-    goes_on.set()
-    assert change.wait(Deadline.after(20))
-
-
-def test_order(membership, busy):
-    """Operations run in the order in which they were requested, and an error reaches the one who waits for it."""
-    ran = []
-
-    def fail():
-        raise KeyError("a name")
-
-    changes = [membership.begin(Act("one", lambda: ran.append(1))), membership.begin(Act("two", fail))]
-    changes.append(membership.begin(Act("three", lambda: ran.append(3))))
-    assert not changes[0].wait(Deadline.after(0.01))
-    busy.set()
-    assert changes[2].wait(Deadline.after(20))
-    assert ran == [1, 3]
-    for _ in range(2):
-        with pytest.raises(KeyError, match="a name"):
-            changes[1].wait()
-
-
-def test_deadline(membership, busy):
-    """An operation that has not begun by its deadline never begins."""
-    ran = []
-    with pytest.raises(ResizeTimeoutError, match=r"a wish had not begun after .* Another thread"):
-        membership.change(Act("a wish", lambda: ran.append(1)), Deadline.after(0.01))
-    busy.set()
-    assert membership.begin(Act("the next", lambda: None)).wait(Deadline.after(20))
-    assert not ran
-
-
-def test_request_of_the_present_change(membership):
-    """What a change waits for cannot wait for the next one."""
-    with pytest.raises(WorkerGroupError, match="inner cannot be requested by what the present change"):
-        membership.change(Act("outer", lambda: membership.change(Act("inner", lambda: None))))
-
-
-@pytest.fixture
-def core(membership):
-    """Return what sends the calls of the group."""
-    made = Core(membership._roster, None, membership, None)
-    made._submit = lambda call: call.submit()
-    return made
-
-
-def make_call(submit=lambda: "sent", *, is_hook=False):
-    return SimpleNamespace(submit=submit, is_hook=is_hook)
-
-
-def test_call_while_a_call_is_sent(core):
-    """A signal handler that makes a call while its thread sends one is refused, instead of waiting for itself."""
-    with pytest.raises(WorkerGroupError, match="Set a flag in the handler"):
-        core._try(make_call(lambda: core._try(make_call())))
-    assert core._try(make_call()) == "sent"
-
-
-def test_call_of_a_finalizer_while_its_thread_changes_the_group(core, membership):
-    """It is refused at once, because the change would wait for itself."""
-    refused = []
-
-    def call():
-        core.begin_change()
-        with pytest.raises(WorkerGroupError, match="finalizer") as caught:
-            core._try(make_call())
-        refused.append(caught.value)
-        core.end_change()
-
-    assert membership.begin(Act("a change", call)).wait(Deadline.after(20))
-    assert refused
-
-
-def test_calls_during_a_change(core):
-    """Calls wait while a change begins an epoch, except those of the change itself."""
-    core.begin_change()
-    assert not core.wait_for_turn(Deadline.after(0.01))
-    assert core._try(make_call(is_hook=True)) == "sent"
-    results = []
-    waiting = threading.Thread(target=lambda: results.append(core.wait_for_turn(NEVER)))
-    waiting.start()
-    core.end_change()
-    waiting.join(20)
-    assert results == [True]
-
-
-def test_end(membership, busy):
-    """When the group ends, nothing begins any more."""
-    membership._roster.ending = True
-    membership._roster.ended_error = lambda: WorkerGroupError("it has been shut down")
-    with pytest.raises(WorkerGroupError, match="shut down"):
-        membership.begin(Act("late", lambda: None))
-
-
 START_S = 120.0
+
+
+def act(name, function):
+    """Return an operation that calls a function, and changes nothing."""
+    return Operation(name, lambda now, core, until: function() and None)
 
 
 def make_slot(node_id, index):
@@ -155,90 +40,209 @@ def make_slot(node_id, index):
     )
 
 
-class Crew:
-    """Two workers that start at once, of which rank 0 is busy; it notes which ranks start."""
+class Provisioner:
+    """Two workers that start at once; it notes which ranks start, and which end."""
 
-    policy = RestartPolicy(on_failure=False, max_restarts=0, scope="worker")
+    def __init__(self, core):
+        self.core, self.started, self.left = core, [], []
+        self.worker_class = SimpleNamespace(concurrent=False)
+        self.spec = SimpleNamespace(start_timeout_s=START_S)
+        self.owned = SimpleNamespace(end=lambda members, until: self.left)
 
-    def __init__(self, roster):
-        self.roster, self.moved = roster, []
+    def deadline(self, timeout_s):
+        return Deadline.after(START_S if timeout_s is None else timeout_s)
 
-    def find_lost(self):
-        return {}
+    def acquire(self, before, plan, until):
+        launch = SimpleNamespace(workers=[])
+        return Staged(before, launch, SimpleNamespace(address="a", port=1))
 
-    def acquire(self, before, plan, undo, deadline):
-        return SimpleNamespace(places=before.places)
+    def start(self, staged, ranks, until, check):
+        self.started.append(list(ranks))
+        return {rank: staged.state.members[rank] for rank in ranks}
 
-    def start(self, staged, ranks, undo, deadline, check):
-        self.moved.append(list(ranks))
-        made = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "00"))
-        now = self.roster.now
-        return [Started(made, staged.places[rank], now.processes[rank]) for rank in ranks]
-
-    def facts(self, staged):
-        return [SimpleNamespace(since=lambda before: {}) for _ in staged.places]
-
-    def check_head(self):
+    def publish(self, starting=None, *, wait=False):
         pass
 
-    def end(self, ranks):
-        return []
-
-    def publish(self, *, wait):
+    def settle(self, until):
         pass
 
-    def settle(self):
-        pass
-
-    commit = end
+    commit = settle
 
 
-class Requests:
-    """The requests to the workers, and the methods of the user."""
-
-    timeout_s = START_S
-
-    def quiesce(self, members, deadline, check):
-        return (LateWorker(0, {}, "a", 7, "step", 1.0),)
-
-    def send_facts(self, member, changes, deadline, *, alone):
-        pass
-
-    def on_restart(self, ranks, deadline):
-        return []
-
-
-def start_two():
+@pytest.fixture
+def core():
+    """Return the core of a group of two workers, of which rank 0 is busy."""
     places = lay_out([make_slot("a", rank) for rank in range(2)], prefix="policy")
-    roster, requests = Roster("policy", places, NamedSharding.from_shape(worker=2)), Requests()
-    crew = Crew(roster)
-    membership = Membership(roster, crew, requests, requests)
-    Core(roster, None, membership, None)
-    membership.change(Start())
-    crew.moved.clear()
-    return crew, membership
+    sharding = NamedSharding.from_shape(worker=2)
+    made = Core("policy", places, sharding, policy=RestartPolicy(max_restarts=3))
+    members = [Member(place, handle=place.rank, actor_id=f"actor {place.rank}", node_id="a", pid=7) for place in places]
+    made.commit(GroupState(0, 0, sharding, tuple(members), phase="serving", variables=({}, {})))
+    made.changes = Changes(made, Provisioner(made), lambda *_: None, None, None)
+    return made
 
 
-def test_silent_head(monkeypatch):
+@pytest.fixture
+def changes(core, monkeypatch):
+    monkeypatch.setattr(operations, "find_lost", lambda *_: {})
+    monkeypatch.setattr(change, "alive_nodes", frozenset)
+    monkeypatch.setattr(change, "drain", lambda *_, **__: (LateWorker(0, {}, "a", 7, "step", 1.0),))
+    return core.changes
+
+
+@pytest.fixture
+def busy(changes):
+    """Yield an event that ends an operation which is under way."""
+    begun, goes_on = threading.Event(), threading.Event()
+    running = changes.request(act("a change", lambda: (begun.set(), goes_on.wait(60))), NEVER)
+    assert begun.wait(20)
+    yield goes_on
+    goes_on.set()
+    assert running.wait(Deadline.after(20))
+
+
+def test_order(changes, busy):
+    """Operations run in the order in which they were requested, and an error reaches the one who waits for it."""
+    ran = []
+
+    def fail():
+        raise KeyError("a name")
+
+    requested = [
+        changes.request(act(name, function), NEVER)
+        for name, function in (("first", lambda: ran.append(1)), ("second", fail), ("third", lambda: ran.append(3)))
+    ]
+    assert not requested[0].wait(Deadline.after(0.01))
+    busy.set()
+    assert requested[2].wait(Deadline.after(20))
+    assert ran == [1, 3]
+    for _ in range(2):
+        with pytest.raises(KeyError, match="a name"):
+            requested[1].wait()
+
+
+def test_deadline(changes, busy):
+    """An operation that has not begun by its deadline never begins."""
+    ran = []
+    with pytest.raises(ResizeTimeoutError, match=r"a wish had not begun after .* Another thread"):
+        changes.run(act("a wish", lambda: ran.append(1)), Deadline.after(0.01))
+    busy.set()
+    assert changes.request(act("the next", lambda: None), NEVER).wait(Deadline.after(20))
+    assert not ran
+
+
+def test_request_of_the_present_change(changes):
+    """What a change waits for cannot wait for the next one."""
+    inner = act("inner", lambda: None)
+    with pytest.raises(WorkerGroupError, match="inner cannot be requested by what the present change"):
+        changes.run(act("outer", lambda: changes.run(inner, NEVER)), NEVER)
+
+
+def test_end(core, changes, busy):
+    """When the group ends, nothing begins any more."""
+    core.ending = True
+    with pytest.raises(WorkerGroupError, match="shut down"):
+        changes.request(act("late", lambda: None), NEVER)
+
+
+def make_call(name="a call", *, is_hook=False):
+    return SimpleNamespace(name=name, is_hook=is_hook, deadline=NEVER)
+
+
+@pytest.fixture
+def sent(core, monkeypatch):
+    """Return the list of the calls that are sent."""
+    calls = []
+
+    def submit(call):
+        calls.append(call.name)
+        return Sent(call, [], 0)
+
+    monkeypatch.setattr(core, "_submit", submit)
+    return calls
+
+
+def test_call_while_a_call_is_sent(core, monkeypatch):
+    """A signal handler that makes a call while its thread sends one is refused, instead of waiting for itself."""
+    monkeypatch.setattr(core, "_submit", lambda call: core.send(make_call()))
+    with pytest.raises(WorkerGroupError, match="Set a flag in the handler"):
+        core.send(make_call())
+
+
+def test_call_of_a_finalizer_while_its_thread_changes_the_group(core, changes, sent):
+    """It is refused at once, because the change would wait for itself."""
+    refused = []
+
+    def call():
+        core.begin_change()
+        with pytest.raises(WorkerGroupError, match="finalizer") as caught:
+            core.send(make_call())
+        refused.append(caught.value)
+        core.end_change()
+
+    assert changes.request(act("a change", call), NEVER).wait(Deadline.after(20))
+    assert refused
+
+
+def test_calls_during_a_change(core, sent):
+    """Calls wait while a change begins an epoch, except those of the change itself."""
+    core.begin_change()
+    assert not core.wait_for_turn(Deadline.after(0.01))
+    core.send(make_call("a hook", is_hook=True))
+    results = []
+    waiting = threading.Thread(target=lambda: results.append(core.wait_for_turn(NEVER)))
+    waiting.start()
+    core.end_change()
+    waiting.join(20)
+    assert (results, sent) == ([True], ["a hook"])
+
+
+def test_no_call_overtakes_those_that_wait_on_a_loop(core, changes, sent, monkeypatch):
+    """A call that an event loop has made, and that waits for a restart, is sent before a later one of a thread."""
+    submit, lost = core._submit, [SimpleNamespace(rank=1)]
+    monkeypatch.setattr(core, "_submit", lambda call: lost if lost else submit(call))
+    monkeypatch.setattr(changes, "restart_lost", lambda: None)
+    first = core.send_or_queue(make_call("of the loop"))
+    assert isinstance(first, Future)
+    lost.clear()
+    later = threading.Thread(target=core.send, args=(make_call("of the thread"),))
+    later.start()
+    later.join(0.1)
+    assert sent == []
+    core.end_change()
+    later.join(20)
+    assert sent == ["of the loop", "of the thread"]
+    assert first.done()
+
+
+def test_silent_head(core, changes, monkeypatch):
     """If the head is silent when old processes are about to end, none of them ends, and all ranks keep theirs."""
-    crew, membership = start_two()
 
-    def check_head():
+    def fail():
         raise HeadTimeoutError("no answer")
 
-    monkeypatch.setattr(crew, "check_head", check_head)
-    monkeypatch.setattr(crew, "end", lambda ranks: pytest.fail("a process was ended"))
+    provisioner = changes._provisioner
+    monkeypatch.setattr(change, "alive_nodes", fail)
+    monkeypatch.setattr(provisioner.owned, "end", lambda *_: pytest.fail("a process was ended"))
     with pytest.raises(HeadTimeoutError):
-        membership.change(RestartRanks((1,), elsewhere=True), Deadline.after(START_S))
-    now = crew.roster.now
-    assert (now.epoch, now.lost, crew.moved) == (0, {}, [])
+        changes.run(restart_ranks((1,), elsewhere=True), Deadline.after(START_S))
+    assert (core.now.group_epoch, core.now.lost, provisioner.started) == (0, {}, [])
 
 
-def test_processes_that_do_not_end(monkeypatch):
+def test_processes_that_do_not_end(core, changes):
     """Ranks whose old processes were told to end are lost, also if some are still there."""
-    crew, membership = start_two()
-    monkeypatch.setattr(crew, "end", lambda ranks: ["pid 7 on node a"])
+    provisioner = changes._provisioner
+    provisioner.left.append("pid 7 on node a")
     with pytest.raises(WorkerFailureError, match="pid 7 on node a"):
-        membership.change(RestartRanks((1,), elsewhere=True), Deadline.after(START_S))
-    now = crew.roster.now
-    assert (now.epoch, list(now.lost), crew.moved) == (0, [1], [])
+        changes.run(restart_ranks((1,), elsewhere=True), Deadline.after(START_S))
+    assert (core.now.group_epoch, list(core.now.lost), provisioner.started) == (0, [1], [])
+
+
+def test_a_worker_that_is_replaced_is_not_lost(core):
+    """The report of the loss of an incarnation that has been replaced says nothing about the next one."""
+    before = core.now.members[1]
+    assert core.note([(before, before.failure("killed", "first"))])[0].cause == "first"
+    assert core.note([(before, before.failure("killed", "second"))])[0].cause == "first"
+    after = Member(before.place, 1, handle=2, actor_id="another actor", node_id="a")
+    core.commit(GroupState(0, 1, core.now.sharding, (core.now.members[0], after), phase="serving"))
+    core.note([(before, before.failure("killed", "late"))])
+    assert core.now.lost == {}

@@ -11,7 +11,6 @@ from ray.exceptions import RayTaskError
 
 import fairlead_workergroup
 from fairlead_workergroup import (
-    BrokenEpochError,
     CallCancelledError,
     CallTimeoutError,
     LateWorker,
@@ -103,7 +102,6 @@ def test_errors_pickle(error, text):
     "error",
     [
         WorkerFailureError((FAILURE,), "do this"),
-        BrokenEpochError((FAILURE,), "do this", 7),
         ResizeTimeoutError("it is late", 2.5, (LateWorker(3, {}, "", 77, "load", 1.25),), "because"),
         CallTimeoutError("step", 2.5, 8, (), "because"),
         RemoteError("pkg.Odd", "text", "Traceback", 4),

@@ -8,7 +8,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import WorkerGroupError
 from fairlead_workergroup._observe.publications import find_group, find_groups
 
-from ..faults import let_boards_have, publish
+from ..faults import let_boards_have, publish, read_published
 
 MESH = NamedSharding.from_shape(dp=2, tp=2)
 
@@ -64,3 +64,13 @@ def test_name_or_id(asked, found, monkeypatch):
             find_group(asked)
     else:
         assert find_group(asked).group_id == found.ljust(32, "0")
+
+
+def test_silent_board(monkeypatch):
+    """A board that does not answer does not mean that the group has ended."""
+    own = Board("01", "a", "a", None)
+    let_boards_have(monkeypatch, {own: TimeoutError("no answer")})
+    with pytest.raises(WorkerGroupError, match=r"cannot be looked up, because the agent .* does not answer"):
+        read_published(monkeypatch, "g")
+    let_boards_have(monkeypatch, {own: {}})
+    assert read_published(monkeypatch, "g") is None

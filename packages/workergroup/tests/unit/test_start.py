@@ -9,7 +9,6 @@ import pytest
 
 from fairlead_placement import Slot
 from fairlead_placement.extension import count_bundles
-from fairlead_sharding import NamedSharding
 from fairlead_workergroup._launch import _count_for_each_node
 from fairlead_workergroup._start import environment
 from fairlead_workergroup._start.environment import (
@@ -284,7 +283,6 @@ def make_plans(count, env_vars):
     return plan_workers(
         lay_out(slots_of_node, prefix="p"),
         WorkerClass("a.B", "B", {}),
-        sharding=NamedSharding.from_shape(dp=count),
         env_vars=env_vars,
         python=WorkerPython(),
     )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
+import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
@@ -19,7 +20,10 @@ from fairlead_placement import PlacementError
 from fairlead_sharding import NamedSharding
 
 from .. import _world
+from .._membership.core import Core, Sent
+from .._membership.losses import diagnose
 from .._observe.calls import Outcome
+from .._observe.query import cancel_calls, late_workers
 from .._ray_private import end_of, is_stream
 from .._start.worker_class import Method
 from .._transport import replies, wait
@@ -27,10 +31,9 @@ from .._transport.arguments import Arguments, Gathered, PassedOn
 from .._transport.replies import NotYet, short_traceback
 from .._transport.wait import ON_THREAD, ResultStream, Waiter, block, iterate, iterate_on_loop
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
-from ..exceptions import CallCancelledError, CallTimeoutError, EpochError, WorkerFailureError, WorkerGroupError
-from .core import Core, PlannedCall, Sent
-from .losses import diagnose, is_cancellation, refused_epochs, refused_error
-from .plan import CallOptions, Column, Recipients, make_columns, make_requests, replicate
+from ..exceptions import CallCancelledError, CallTimeoutError, StaleGroupError, WorkerFailureError, WorkerGroupError
+from .plan import CallOptions, Column, PlannedCall, Recipients, make_columns, make_requests, replicate
+from .refusals import is_cancellation, refused_epochs, refused_error
 from .results import MultiWorkerFuture, ResultFetcher
 
 if TYPE_CHECKING:
@@ -75,7 +78,7 @@ def dispatch(
     if not is_hook:
         try:
             core.admit(call)  # before anything is stored
-        except EpochError:
+        except StaleGroupError:
             if replan is None:
                 raise
     # Before this call's turn: storing a large value must not delay the calls of other threads.
@@ -95,6 +98,35 @@ def dispatch(
     if blocks or _get_running_loop() is None:
         return Call(core, owner, call, core.send(call))
     return Call(core, owner, call, core.send_or_queue(call) if queues else core.send(call, Deadline.after(0.0)))
+
+
+def cancel(core: Core, sent: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
+    """Drop the requests of a call that have not started; return the ranks that run it, which `force` kills.
+
+    Args:
+        core: of the group.
+        sent: the reply of each rank.
+        method: the name of the method, for the report of the losses.
+        force: kill the workers that run it; not their successors, if they have been replaced in the meantime.
+    """
+    workers = {rank: core.find(replies.actor_of(reply)) or core.now[rank] for rank, reply in sent.items()}
+    calls = [(workers[rank], reply) for rank, reply in sent.items()]
+    running = cancel_calls(calls, in_order=not core.described.worker_class.concurrent)
+    if force:  # a shutdown kills them anyway
+        killed = [workers[rank] for rank in running if core.is_present(workers[rank])]
+        for worker in killed:
+            ray.kill(worker.handle)
+        cause = f"its call of {method!r} was cancelled with force"
+        core.note([(worker, worker.failure("cancelled", cause)) for worker in killed])
+    return running
+
+
+def call_hook(core: Core, method: str, ranks: Sequence[int], deadline: Deadline) -> "Call[Any]":
+    """Send a method of the class to ranks, as a part of the change of membership that is under way."""
+    options = CallOptions(timeout=deadline.left(), discard=True)
+    recipients = Recipients(list(ranks), [], [False] * len(ranks))
+    found = core.described.worker_class.find(method)
+    return dispatch(core, None, found, recipients, (), {}, options, blocks=True, is_hook=True)
 
 
 class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
@@ -221,8 +253,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         return list(self._ranks)
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the group in which the workers run the call; see `GroupState.epoch`.
+    def group_epoch(self) -> int:
+        """The epoch of the group in which the workers run the call; see `GroupState`.
 
         If the call is not sent yet, wait for that until its deadline. Of a call that was repeated after a restart, it
         is the epoch of the last repetition.
@@ -281,7 +313,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             return []
         self._cancelled = tuple(self._ranks[at] for at in pending)
         parts = {self._ranks[at]: sent.replies[at] for at in pending}
-        return self._core.cancel(parts, self._planned.method.name, force=force)
+        return cancel(self._core, parts, self._planned.method.name, force=force)
 
     def get_results(
         self, worker_group: ResultFetcher | None = None, return_generators_as_proxies: bool = False
@@ -366,7 +398,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         """Return the state of the call in words."""
         if self._cancelled:
             return "cancelled"
-        if not self._core.roster.connected:
+        if not self._core.connected:
             return "its Ray has been shut down"
         if not self._is_sent:
             return "could not be sent" if self._has_failed_to_send else "waits to be sent"
@@ -381,7 +413,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         """Refuse to wait for a call that was cancelled, or whose Ray has ended."""
         if self._cancelled:
             raise CallCancelledError(self._planned.method.name, self._cancelled)
-        self._core.roster.connection.check()
+        self._core.connection.check()
 
     def _wait_until_sent(self, deadline: Deadline) -> Sent:
         """Wait until the call has been sent, and return what has been."""
@@ -427,7 +459,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             try:
                 return await self._result_on_loop(self._until(None))
             except asyncio.CancelledError:
-                if self._core.roster.connected:
+                if self._core.connected:
                     # A second cancellation ends this wait, but not the thread.
                     await asyncio.shield(asyncio.to_thread(self.cancel))
                 raise
@@ -510,7 +542,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     async def _iterate(self, on: Waiter) -> AsyncGenerator[Outcome]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
         deadline = self._planned.deadline
-        self._core.roster.connection.check()
+        self._core.connection.check()
         sent = await self._until_sent(on, deadline)
         at_of, answering = {reply: at for at, reply in enumerate(sent.replies)}, frozenset(self._positions)
         waiting = self._unfinished(sent)
@@ -528,7 +560,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         if self._planned.method.backpressure is None:  # otherwise the generators end only when their items are taken
             waiting = {end_of(reply): None for reply in waiting}
         while waiting:
-            self._core.roster.connection.check()
+            self._core.connection.check()
             news = block(ON_THREAD.news(waiting, deadline.left(at_most=replies.REPORT_EVERY_S)))
             waiting = {reply: items for reply, items in waiting.items() if not news.get(reply)}
             if deadline.passed:
@@ -553,7 +585,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         return self._make_outcome(at, value)
 
     def _make_outcome(self, at: int, value: Any = None, error: BaseException | None = None) -> Outcome:
-        return Outcome(self._ranks[at], dict(self._core.roster.now[self._ranks[at]].coords), value, error)
+        return Outcome(self._ranks[at], dict(self._core.now[self._ranks[at]].coords), value, error)
 
     def _unfinished_errors(self) -> dict[int, BaseException]:
         """Return the reason why each unfinished worker has no outcome yet, by position, from one request a node."""
@@ -568,7 +600,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
     def _pending(self) -> list[int]:
         """Return the positions of the workers that have not finished."""
-        self._core.roster.connection.check()
+        self._core.connection.check()
         at_of = {end_of(reply): at for at, reply in enumerate(self.futures)}
         return [at_of[ref] for ref in replies.wait(list(at_of))[1]]
 
@@ -591,7 +623,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
     def _late_error(self, pending: Sequence[int]) -> CallTimeoutError:
         """Return the error that says what the workers at these positions are doing."""
-        late = self._core.late_workers([self._ranks[at] for at in pending])
+        late = late_workers([self._core.now[self._ranks[at]] for at in pending])
         waited_s = _world.current.now() - self._planned.began
         return CallTimeoutError(self._planned.method.name, waited_s, len(self._ranks), late)
 
@@ -607,7 +639,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             def drop(sent: Future[Sent]) -> None:
                 if sent.exception() is None:
                     parts = dict(zip(sent.result().call.recipients.called, sent.result().replies, strict=True))
-                    self._core.cancel(parts, self._planned.method.name, force=force)
+                    cancel(self._core, parts, self._planned.method.name, force=force)
 
             sending.add_done_callback(drop)
         return True
@@ -658,9 +690,11 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         ends = [*map(end_of, self.futures), *(items[-1] for items in self._items.values() if items)]
         name = self._planned.method.name
         failure = diagnose(list(dict.fromkeys(ends)), error, self._core, name, self._planned.deadline)
-        if not isinstance(failure, WorkerFailureError) and not self._core.is_owner and self._find_refusals():
-            return self._refused_error()
-        return failure
+        if isinstance(failure, WorkerFailureError) or self._core.is_owner:
+            return failure
+        # The error of an item may be here before its generator has ended.
+        is_refused = refused_epochs(error) is not None or self._find_refusals()
+        return self._refused_error() if is_refused else failure
 
     def _find_errors(self) -> dict[int, BaseException | None]:
         """Return the error of each worker that has finished, by position; None if it has none, or had items before.
@@ -682,7 +716,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         """Return the epochs of the call and of the worker for each worker that has refused a call of a handle."""
         return [epochs for error in self._find_errors().values() if (epochs := refused_epochs(error)) is not None]
 
-    def _refused_error(self) -> EpochError:
+    def _refused_error(self) -> StaleGroupError:
         """Return the error of a call of a handle that workers have refused; cancel the rest of the call.
 
         Even if the caller's timeout is shorter, this waits up to 1 s (`REFUSED_S`) for the other workers, so that the
@@ -693,7 +727,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             replies.wait(list(map(end_of, sent.replies)), REFUSED_S)
             ran: list[int] = []
             if pending := self._pending():  # workers that run it may wait for those that have refused it
-                ran += self._core.cancel({self._ranks[at]: sent.replies[at] for at in pending}, name, force=False)
+                ran += cancel(self._core, {self._ranks[at]: sent.replies[at] for at in pending}, name, force=False)
             epoch = max([sent.epoch, *(own for _, own in self._find_refusals())])
             for at, error in self._find_errors().items():
                 dropped = at in pending and is_cancellation(error)

@@ -8,10 +8,9 @@ from typing import Any
 
 from ray import ObjectRef
 
-from .._observe.evidence import find_known_dead, judge_known_dead
+from .._membership.losses import note_known_dead
 from .._transport.replies import short_traceback
 from .call import Call, dispatch
-from .core import Core
 from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, plan_call, replicate
 from .results import ClassicFutures, MultiWorkerFuture, fetch, fetch_bundle
 from .view import AddressedWorkers, Target
@@ -25,12 +24,12 @@ class ClassicCalls(AddressedWorkers):
     @property
     def dp_size(self) -> int:
         """The number of tied groups; compatible with NeMo RL."""
-        return self._target.core.roster.now.places[-1].tied_group + 1
+        return self._target.core.now.places[-1].tied_group + 1
 
     @property
     def dp_leader_worker_indices(self) -> list[int]:
         """The ranks of the first workers of the tied groups; compatible with NeMo RL."""
-        return [place.rank for place in self._target.core.roster.now.places if place.tied_rank == 0]
+        return [place.rank for place in self._target.core.now.places if place.tied_rank == 0]
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
         """Return the rank of the first worker of a tied group; compatible with NeMo RL.
@@ -228,7 +227,8 @@ class ClassicCalls(AddressedWorkers):
 
         With `queues`, a call of an event loop that has to wait is sent later; otherwise it is refused.
         """
-        self._note_deaths(target.core, recipients.called)
+        # The deaths that a user's `ray.get` of earlier futures has met: then this call raises or repairs them.
+        note_known_dead(target.core, recipients.called, self._classic_futures.has_any_of)
         common = common_kwargs or {}
         method = target.core.described.worker_class.find(method_name)
         if both := sorted(set(kwargs) & set(common)):
@@ -250,10 +250,3 @@ class ClassicCalls(AddressedWorkers):
         if not queues or _get_running_loop() is None:
             self._classic_futures.add(call.futures, method.name, began)
         return call
-
-    def _note_deaths(self, core: Core, ranks: Sequence[int]) -> None:
-        """Note the deaths that a user's `ray.get` of earlier futures has met: then this call raises or repairs them."""
-        members = core.roster.check_alive().members
-        dead = find_known_dead(members[rank] for rank in ranks if rank < len(members))
-        if dead := [worker for worker in dead if self._classic_futures.has_any_of(worker.actor_id)]:
-            core.roster.note(judge_known_dead(core.roster.judge, dead))

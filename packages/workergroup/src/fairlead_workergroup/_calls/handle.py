@@ -1,40 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of a group that another process has made, such as those of an RL controller in an actor, or of a notebook."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import ray
-from ray.util.placement_group import PlacementGroup
 
-from fairlead_placement import Slot, init_ray
+from fairlead_placement import PlacementError, init_ray
 from fairlead_placement.extension import ask_head, head_deadline, read_board, refuse_client, run_each
 from fairlead_sharding import NamedSharding
 
-from .._membership.judge import Evidence, Judge, decide
-from .._membership.machine import FixedMembership
-from .._membership.model import Member, Place, make_process
-from .._membership.roster import Roster
-from .._observe.evidence import RayWitnesses
-from .._observe.observer import STUCK_AFTER_S, Observer
+from .._membership.core import Core
+from .._model import Member, Resize, RestartPolicy
 from .._observe.publications import (
     ANSWER_S,
     RegisteredGroup,
-    RegisteredWorker,
     find_group,
     read_group,
     read_groups,
 )
 from .._observe.registration import KEY
 from .._observe.status import WorkerStatus
+from .._observer import STUCK_AFTER_S, Observer
 from .._ray_private import actor_id_of
 from .._start.worker_class import Described, WorkerClass
 from .._world import Deadline
-from ..exceptions import WorkerGroupError
-from .core import Core
+from ..exceptions import StaleGroupError, WorkerFailure, WorkerFailureError, WorkerGroupError, format_ranks
 from .map import MapOptions
 from .plan import Mesh
 from .view import Target, TypedCalls
@@ -108,9 +103,10 @@ class GroupHandle(TypedCalls):
     new ones first.
 
     Each call carries the epoch that it was planned for, and a worker in another epoch refuses it without running it.
-    Then taking the results raises `EpochError`, which says which ranks have run the call and which have refused it, and
-    cancels the rest. The handle reads the present workers first, so that the call can be made again. This may take a
-    few seconds more than the timeout of the call.
+    Then taking the results raises `StaleGroupError`, which says which ranks have run the call and which have refused
+    it, and cancels the rest. So does a call that meets a worker while it is being restarted. The handle reads the
+    present workers first, so that the call can be made again. This may take a few seconds more than the timeout of the
+    call.
 
     Calls of several processes reach the workers in no common order, so all calls with collectives have to come from one
     process. On an event loop, a call blocks the loop for the request to the board, about a millisecond.
@@ -139,20 +135,20 @@ class GroupHandle(TypedCalls):
         return self._identity.group_id
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the roster that the handle has read last."""
-        return self._connect().roster.now.epoch
+    def group_epoch(self) -> int:
+        """The epoch of the group that the handle has read last."""
+        return self._connect().now.group_epoch
 
     @property
     def sharding_annotations(self) -> NamedSharding:
         """The axes over the ranks."""
-        return self._connect().roster.now.sharding
+        return self._connect().now.sharding
 
     def _find_target(self, *, renew: bool = True) -> Target:
         core = self._connect()
         if renew:
             core.renew()
-        sharding = core.roster.now.sharding
+        sharding = core.now.sharding
         return Target(core, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
 
     def status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
@@ -168,19 +164,19 @@ class GroupHandle(TypedCalls):
         core = self._connect()
         with head_deadline(HEAD_S):
             core.read_again()
-            return Observer(core.roster).read_status(stuck_after_s)
+            return Observer(core).read_status(stuck_after_s)
 
     def _connect(self) -> "_ClientCore":
         """Return the core of this process, which is made at the first use."""
-        if (core := self._core) is not None and core.roster.connected:
+        if (core := self._core) is not None and core.connected:
             return core
         with self._lock:
-            if (core := self._core) is not None and core.roster.connected:
+            if (core := self._core) is not None and core.connected:
                 return core  # another thread has just made it
             self._identity.connect()
             with head_deadline(HEAD_S):
                 group = self._identity.read()
-                core = _make_core(self._identity, group, self._lock)
+                core = _ClientCore(self._identity, group, self._lock)
             self._core = core
         return core
 
@@ -205,14 +201,18 @@ def attach(name: str, address: str | None = None) -> GroupHandle:
     return GroupHandle(GroupIdentity.here(group.name, group.group_id, driver["job_id"], driver["worker_id"]))
 
 
-@dataclass(eq=False, repr=False)
 class _ClientCore(Core):
     """The core of a process that has not made the group."""
 
     is_owner: ClassVar[bool] = False
-    identity: GroupIdentity = field(kw_only=True)  # the group
-    group: RegisteredGroup = field(kw_only=True)  # the group as it was read last
-    reading: threading.RLock = field(kw_only=True)  # that of the handle
+
+    def __init__(self, identity: GroupIdentity, group: RegisteredGroup, reading: threading.RLock) -> None:
+        places = [one.place for one in group.members]
+        super().__init__(group.name, places, group.sharding, policy=RestartPolicy(), remedy=REMEDY)
+        self.described = Described(WorkerClass.from_dict(group.methods))
+        self._identity = identity
+        self._reading = reading  # that of the handle
+        self._adopt(group)
 
     def check_retries(self, retries: int) -> None:
         if retries:
@@ -220,98 +220,89 @@ class _ClientCore(Core):
                 f"retries={retries} needs a call of the process that made the group, which restarts the workers"
             )
 
+    def failure_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError | StaleGroupError:
+        """Return the error that reports losses, or the one about workers that have been or are being replaced."""
+        with contextlib.suppress(WorkerGroupError, PlacementError):
+            self.renew()
+        now = self.now
+        replaced = [
+            one.rank
+            for one in lost
+            if not now.has([one.rank]) or one.rank in now.restarting or now.members[one.rank].lost is None
+        ]
+        if not replaced:
+            return super().failure_error(lost)
+        return StaleGroupError(
+            f"rank(s) {format_ranks(replaced)} of {self.name_prefix!r} are being restarted, or have been since this "
+            "handle has read the group, and may have run the call before. Make the call again.",
+            now.group_epoch,
+        )
+
     def renew(self, at_least: int = 0) -> None:
-        """Read the roster again if its owner has published another one; wait shortly for that of an epoch."""
+        """Read the members again if their owner has published others; wait shortly for those of an epoch."""
         until = Deadline.after(RENEWED_S)
         self._read_newer()
-        while self.roster.now.epoch < at_least and not until.passed:
+        while self.now.group_epoch < at_least and not until.passed:
             time.sleep(AGAIN_S)
             self._read_newer()
 
     def _read_newer(self) -> None:
-        self.roster.connection.check()
-        with self.reading, head_deadline(HEAD_S):
-            group, board, key = self.group, self.group.board, KEY + self.identity.group_id
+        self.connection.check()
+        with self._reading, head_deadline(HEAD_S):
+            group, board, key = self._group, self._group.board, KEY + self._identity.group_id
             answer = None if board is None else read_board(board, key, group.publication, timeout_s=ANSWER_S)
             if not isinstance(answer, tuple):
-                self.adopt(self.identity.read())  # another agent may have taken its place
+                self._adopt(self._identity.read())  # another agent may have taken its place
             elif answer[0] == 0:
-                raise self.identity.ended_error()
+                raise self._identity.ended_error()
             elif answer[1] is not None:
-                self.adopt(read_groups([(board, answer[1])])[0])
+                self._adopt(read_groups([(board, answer[1])])[0])
 
     def read_again(self) -> None:
         """Read the group as it is published now."""
-        with self.reading:
-            self.adopt(self.identity.read())
+        with self._reading:
+            self._adopt(self._identity.read())
 
-    def adopt(self, group: RegisteredGroup) -> None:
+    def _adopt(self, group: RegisteredGroup) -> None:
         """Take over the members of a group as they are published."""
-        now = self.roster.now
-        rows = {row.rank: row for row in group.members}
-        handles = {actor_id_of(one.handle): one.handle for one in now.members if one.handle is not None}
-        handles |= _find_actors([row for row in group.members if row.pid and row.actor_id not in handles], group)
+        now = self.now
+        handles = {one.actor_id: one.handle for one in now.members if one.handle is not None}
+        handles |= _find_actors([one for one in group.members if one.pid and one.actor_id not in handles], group)
         members = []
-        for rank in range(group.sharding.size):
-            row = rows.get(rank)
-            fresh = _member(group, rank, row, None if row is None else handles.get(row.actor_id))
-            known = now.members[rank] if rank < len(now.members) else fresh
-            # A loss that this process has met, and that has not been repaired since.
-            is_lost = known.failure is not None and known.process == fresh.process
-            members.append(("" if row is None else row.actor_id, known if is_lost else fresh))
-        self.roster.adopt(group.epoch, group.sharding, members)
-        self.group = group
+        for fresh in group.members:
+            known = now.members[fresh.rank] if now.has([fresh.rank]) else fresh
+            if known == fresh and known.lost is not None:  # a loss that this process has met
+                members.append(known)
+                continue
+            handle = handles.get(fresh.actor_id) if fresh.pid else None
+            cause = "Ray has no actor of its name: it has ended" if fresh.pid else "it has not started yet"
+            lost = None if handle is not None else fresh.failure("killed", cause)
+            members.append(replace(fresh, handle=handle, lost=lost))
+        resized = [
+            Resize(group.epoch, axis, now.sharding.shape[axis], size)
+            for axis, size in group.sharding.shape.items()
+            if now.sharding.shape.get(axis, size) != size
+        ]
+        departed = dict(now.departed) | {member.rank: member for member in now.members}
+        with self.turn:
+            self._by_actor.update((one.actor_id, one) for one in members)
+            self.advance(
+                group_epoch=group.epoch,
+                sharding=group.sharding if resized else now.sharding,
+                members=tuple(members),
+                phase="serving",
+                restarting=tuple(row.rank for row in group.members if not row.pid),
+                departed={rank: one for rank, one in departed.items() if rank >= len(members)},
+                resizes=(*now.resizes, *resized),
+            )
+            self.handles[:] = [one.handle for one in members]
+        self._group = group
 
 
-def _make_core(identity: GroupIdentity, group: RegisteredGroup, reading: threading.RLock) -> _ClientCore:
-    rows = {row.rank: row for row in group.members}
-    places = [_place(group, rank, rows.get(rank)) for rank in range(group.sharding.size)]
-    roster = Roster(group.name, places, group.sharding)
-    roster.judge = Judge(RayWitnesses(roster.find_handle))
-    core = _ClientCore(
-        roster,
-        Described(WorkerClass.from_dict(group.methods)),
-        FixedMembership(remedy=REMEDY),
-        call_timeout_s=None,
-        identity=identity,
-        reading=reading,
-        group=group,
-    )
-    core.adopt(group)
-    return core
-
-
-def _place(group: RegisteredGroup, rank: int, row: RegisteredWorker | None) -> Place:
-    """Return the place of a worker, of which another process knows the node only."""
-    slot = Slot(
-        placement_group=PlacementGroup.empty(),
-        bundle_index=-1,
-        node_idx=-1,
-        node_id="" if row is None else row.node_id,
-        node_ip="" if row is None else row.address,
-        node_rank=-1,
-        local_rank=-1,
-    )
-    name, tied_rank = (f"{group.name}-{rank}", 0) if row is None else (row.name, row.tied_rank)
-    return Place(rank, slot, name, -1, tied_rank, (-1, []), -1, -1, -1)
-
-
-def _member(group: RegisteredGroup, rank: int, row: RegisteredWorker | None, handle: Any) -> Member:
-    place = _place(group, rank, row)
-    process = make_process(place, group.sharding.get_worker_coords(rank))
-    if row is None:
-        gone = Evidence("node", "gone", "node-lost", "the board of its group does not list it")
-        return Member(place, process, failure=decide(process, [gone]).failure())
-    process = replace(process, pid=row.pid, started=row.started, actor_id=row.actor_id)
-    cause = "it has not started yet" if not row.pid else "Ray has no actor of its name: it has ended"
-    lost = decide(process, [Evidence("actor-state", "gone", text=cause)]).failure() if handle is None else None
-    return Member(place, process, handle, row.incarnation, row.restarts, failure=lost, restarting=not row.pid)
-
-
-def _find_actors(rows: Sequence[RegisteredWorker], group: RegisteredGroup) -> dict[str, Any]:
+def _find_actors(rows: Sequence[Member], group: RegisteredGroup) -> dict[str, Any]:
     """Return the handles of workers that are alive, by the ids of their actors."""
 
-    def find(row: RegisteredWorker) -> Any:
+    def find(row: Member) -> Any:
         try:
             return ray.get_actor(row.actor_name, namespace=group.namespace)
         except ValueError:

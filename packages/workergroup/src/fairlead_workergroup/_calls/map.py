@@ -8,15 +8,15 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from .._membership.core import Core
 from .._observe.display import Bar
 from .._start.worker_class import Method
 from .._transport.arguments import Arguments
 from .._transport.replies import REPORT_EVERY_S
 from .._transport.wait import ResultStream, Waiter
 from .._world import NEVER, Deadline
-from ..exceptions import CallTimeoutError, EpochError, WorkerFailureError
-from .call import Call, dispatch
-from .core import Core
+from ..exceptions import CallTimeoutError, StaleGroupError, WorkerFailureError
+from .call import Call, cancel, dispatch
 from .plan import CallOptions, Recipients
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class _Balancer:
         self._options = options
         # The number of items that each worker has, by ascending rank, without the workers that were lost.
         self._loads = dict.fromkeys(ranks, 0)
-        self._members = core.roster.now
+        self._members = core.now
         self._turn = 0
         self._position = 0
         self._sent: dict[Call, _Item] = {}  # in the order of the items
@@ -174,14 +174,16 @@ class _Balancer:
 
     def _drop_departed(self) -> None:
         """Send no more items to ranks that a resize has removed; items that they have are finished there."""
-        now = self._core.roster.now
+        now = self._core.now
         if now is self._members or now.has(list(self._loads)):
             self._members = now
             return
         self._loads = {rank: items for rank, items in self._loads.items() if now.has([rank])}
         if not self._loads:
             gone = now.resizes[-1]
-            raise EpochError(f"The group was resized {gone}, and all workers of this map have left it.", gone.epoch)
+            raise StaleGroupError(
+                f"The group was resized {gone}, and all workers of this map have left it.", gone.epoch
+            )
 
     def _choose(self) -> int | None:
         """Return the rank whose turn it is; None if it has no room now."""
@@ -207,7 +209,7 @@ class _Balancer:
         item = item._replace(deadline=Deadline.after(timeout_s))
         try:
             call = dispatch(self._core, self._owner, self.method, recipients, args, {}, each, blocks=not may_wait)
-        except EpochError:  # the worker has left since it was chosen
+        except StaleGroupError:  # the worker has left since it was chosen
             self._again.appendleft((item.position, item.value))
             self._drop_departed()
             return
@@ -228,7 +230,7 @@ class _Balancer:
         report = Deadline.after(REPORT_EVERY_S)
         arrived: list[Call] = []
         while not arrived and not until.passed:
-            self._core.roster.connection.check()  # a Ray that has been shut down answers nothing
+            self._core.connection.check()  # a Ray that has been shut down answers nothing
             arrived = await on.finished(self._sent, until.left(at_most=CONNECTED_EVERY_S) or 0.0)
             if not arrived and report.passed:
                 report = Deadline.after(REPORT_EVERY_S)
@@ -299,7 +301,7 @@ class _Balancer:
     def close(self) -> None:
         """Cancel the unfinished items."""
         sent, self._sent = self._sent, {}
-        if not self._core.roster.connected:
+        if not self._core.connected:
             return
         waiting: dict[int, list[Any]] = {}
         for call, item in sent.items():
@@ -308,5 +310,5 @@ class _Balancer:
             elif call.sending is None:
                 waiting.setdefault(item.rank, []).append(call.futures[0])
         while waiting:  # an item of each worker at a time: one request a node
-            self._core.cancel({rank: refs.pop() for rank, refs in waiting.items()}, self.method.name, force=False)
+            cancel(self._core, {rank: refs.pop() for rank, refs in waiting.items()}, self.method.name, force=False)
             waiting = {rank: refs for rank, refs in waiting.items() if refs}

@@ -12,13 +12,13 @@ from ray import ObjectRef
 
 from fairlead_sharding import NamedSharding
 
-from .._membership.model import Resize
+from .._model import Resize
 from .._observe.display import shorten_rows
 from .._start.worker_class import Method
 from .._transport.arguments import Gathered, NotPicklableError, PassedOn, PerWorker, Shard, is_inlined
 from .._transport.replies import Request
-from .._world import check_timeout
-from ..exceptions import EpochError
+from .._world import Deadline, check_timeout
+from ..exceptions import StaleGroupError
 
 Axes = str | Iterable[str] | None
 
@@ -106,14 +106,14 @@ class Selection:
     largest: Mapping[str, int]  # the largest coordinate along each axis that the group has to have
 
     def apply(self, mesh: Mesh, resizes: Sequence[Resize]) -> Mesh:
-        """Return the mesh of the selected workers; raise `EpochError` if the group lacks one of the coordinates now."""
+        """Return the mesh of the selected workers; raise `StaleGroupError` if the group lacks one of them now."""
         for axis, largest in self.largest.items():
             size = mesh.sharding.get_axis_size(axis)
             if largest >= size:
                 shrinks = [one for one in resizes if one.axis == axis and one.after < one.before]
                 # The coordinate of a view of a view counts from the first one of that view.
                 went = [one for one in shrinks if one.after <= largest < one.before] or shrinks
-                raise EpochError(
+                raise StaleGroupError(
                     f"This view needs {axis}={largest}, which the group does not have any more: it was resized "
                     f"{went[-1]}. The view works again when the group has grown.",
                     went[-1].epoch,
@@ -368,6 +368,44 @@ def extend_request(request: Request, method: Method, more: dict[str, Any]) -> Re
         return make_request(method, more, request.args, request.kwargs)
     how, *args = request.args
     return request._replace(args=[{**how, **more}, *args])
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedCall:
+    """A call that is ready to be sent, now or later.
+
+    Attributes:
+        method: the method, or the function in its place.
+        recipients: the workers that it reaches.
+        requests: the request to each of them.
+        began: when its caller made it.
+        deadline: of its results.
+        options: as its caller gave them.
+        sharding: the axes that it was planned on; None if its ranks were given by number.
+        is_hook: whether it belongs to the change of membership that is under way, and does not wait for it.
+        replan: plans the same call on the present axes; None if its values fit one size of the group only.
+    """
+
+    method: Method
+    recipients: Recipients
+    requests: Sequence[Request]
+    began: float
+    deadline: Deadline
+    options: CallOptions = field(default_factory=CallOptions)
+    sharding: NamedSharding | None = None
+    is_hook: bool = False
+    replan: "Callable[[], PlannedCall] | None" = None
+
+    @property
+    def called(self) -> Sequence[int]:
+        """The ranks that it reaches."""
+        return self.recipients.called
+
+    def requests_with(self, conditions: dict[str, Any]) -> Sequence[Request]:
+        """Return the request to each of the ranks, with more conditions of how it is run."""
+        if not conditions:
+            return self.requests
+        return [extend_request(request, self.method, conditions) for request in self.requests]
 
 
 def _make_rows(

@@ -12,14 +12,15 @@ from typing import Any, Protocol
 from ray import ObjectRef, ObjectRefGenerator
 from ray.exceptions import RayError
 
+from .._membership.core import Core
+from .._membership.losses import diagnose
+from .._observe.query import late_workers
 from .._ray_private import end_of, is_stream
 from .._transport import replies
 from .._transport.replies import REPORT_EVERY_S, short_traceback, task_of
 from .._transport.wait import drain
 from .._world import Deadline
 from ..exceptions import CallTimeoutError
-from .core import Core
-from .losses import diagnose
 from .plan import split_positions
 
 logger = logging.getLogger(__name__)
@@ -140,8 +141,8 @@ class ClassicFutures:
         method, began = min(
             (self._made.get(task_of(ref), ("a method", otherwise)) for ref in pending), key=lambda made: made[1]
         )
-        workers = [self.core.roster.find(replies.actor_of(ref)) for ref in pending]
-        late = self.core.late_workers(sorted({facts.rank for facts in workers if facts is not None}))
+        workers = {one.rank: one for ref in pending if (one := self.core.find(replies.actor_of(ref))) is not None}
+        late = late_workers([workers[rank] for rank in sorted(workers)])
         return CallTimeoutError(method, time.monotonic() - began, called, late)
 
 
@@ -154,7 +155,7 @@ def fetch(
     """
     core = None if group is None else group.core
     if core is not None:
-        core.roster.connection.check()
+        core.connection.check()
     for future in futures:
         if not isinstance(future, (ObjectRef, ObjectRefGenerator)):
             raise TypeError(f"expected an ObjectRef or a generator of them, got {type(future).__name__}")

@@ -7,11 +7,11 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
 
+from .._membership.core import Core
 from .._transport.arguments import PerWorker, Shard
 from .._transport.wait import ResultStream
-from ..exceptions import EpochError
+from ..exceptions import StaleGroupError
 from .call import Call, dispatch
-from .core import Core
 from .map import MapOptions, Strategy, map_items
 from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_plan, select
 
@@ -49,8 +49,8 @@ class Target:
         return replace(self, mesh=mesh, path=(*self.path, select(self.mesh, coords)))
 
     def follow(self) -> "Target":
-        """Return the same workers on the present axes of the group; raise `EpochError` if it lacks some of them."""
-        now = self.core.roster.now
+        """Return the same workers on the present axes of the group; raise `StaleGroupError` if it lacks some."""
+        now = self.core.now
         mesh = Mesh(now.sharding)
         for selection in self.path:
             mesh = selection.apply(mesh, now.resizes)
@@ -115,7 +115,7 @@ class AddressedWorkers:
         target = self._own_target
         if renew and not target.core.is_owner:
             target.core.renew()
-        if target.core.roster.now.sharding is not target.sharding:
+        if target.core.now.sharding is not target.sharding:
             target = self._own_target = target.follow()
         return target
 
@@ -223,7 +223,7 @@ class AddressedWorkers:
                 f"map gives each item to one worker, so the options {given} of this view have no meaning. Use a view "
                 "without them."
             )
-        now, all_ranks = target.core.roster.now, target.mesh.ranks
+        now, all_ranks = target.core.now, target.mesh.ranks
         ranks = [rank for rank in all_ranks if now[rank].place.tied_rank == 0] or all_ranks
         each = CallOptions((), timeout=options.timeout if timeout is None else timeout, retries=options.retries)
         map_options = replace(
@@ -245,7 +245,7 @@ class GroupView(AddressedWorkers):
 
     A view follows the resizes of its group: it keeps its coordinates, and a slice without an end, such as
     `slice(1, None)`, includes the coordinates that are added. While the group lacks one of its coordinates, everything
-    that needs the workers raises `EpochError`.
+    that needs the workers raises `StaleGroupError`.
     """
 
     def __init__(self, group: object, target: Target) -> None:
@@ -259,13 +259,13 @@ class GroupView(AddressedWorkers):
     def __repr__(self) -> str:
         try:
             target = self._target
-        except EpochError as error:
-            return f"GroupView({self._own_target.core.roster.name_prefix!r}, {error})"
+        except StaleGroupError as error:
+            return f"GroupView({self._own_target.core.name_prefix!r}, {error})"
         ranks = target.mesh.ranks
         options = "" if target.options is None else f", {target.options}"
         shape = {} if target.mesh.single else target.mesh.sharding.shape
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        return f"GroupView({target.core.roster.name_prefix!r}, {shape}, ranks [{shown}]{options})"
+        return f"GroupView({target.core.name_prefix!r}, {shape}, ranks [{shown}]{options})"
 
     @property
     def ranks(self) -> list[int]:
@@ -286,7 +286,7 @@ class GroupView(AddressedWorkers):
     @property
     def workers(self) -> list[Any]:
         """The actor handles of the workers, by ascending rank; empty after the shutdown of the group."""
-        workers = self._target.core.roster.handles  # a shutdown on another thread replaces the list
+        workers = self._target.core.handles  # a shutdown on another thread replaces the list
         return [workers[rank] for rank in self.ranks] if workers else []
 
     def call(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:

@@ -1,63 +1,483 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handle of an operation on its way, for those who wait for it and for those who carry it out."""
+"""The one owner of change: operations run one after another, on one thread while there are any."""
 
 import contextvars
-from collections.abc import Callable
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fairlead_placement import HeadTimeoutError
+from fairlead_placement.extension import head_deadline
 
 from .. import _world
+from .._model import Member
+from .._observe.head import alive_nodes
+from .._ray_private import end_of
 from .._world import NEVER, Deadline, wait_for_event
-from ..exceptions import LateWorker, ResizeTimeoutError
-from .operations import Operation
-from .roster import Roster
+from ..exceptions import (
+    FailureKind,
+    LateWorker,
+    ResizeTimeoutError,
+    WorkerFailure,
+    WorkerFailureError,
+    WorkerGroupError,
+    WorkerStartError,
+)
+from .core import BROKEN, Core
+from .delivery import drain, explain_failure, find_late, send_facts, wait_for
+from .operations import Operation, Plan, restart_lost
+from .provision import Provisioner, Staged
+
+logger = logging.getLogger(__name__)
+
+# Of a rank whose old process was told to end, and may still be there.
+MAY_RUN = "its old process was told to end, and no other one has started"
+UNFINISHED = "it had not finished when the resize had to end"
+# Sends a method of the user's class to ranks with a deadline, and returns the call.
+RunHook = Callable[[str, Sequence[int], Deadline], Any]
 
 
 class Change:
     """An operation on its way; calls wait for one that `is_shared`, and any of them may have requested it.
 
-    It runs to its end, even if whoever has requested it does not wait any more, for example after Ctrl-C.
+    It runs to its end or its deadline, even if whoever has requested it does not wait any more, as after Ctrl-C.
     """
 
-    def __init__(self, operation: Operation, deadline: Deadline, roster: Roster, *, is_shared: bool) -> None:
-        self.operation: Operation = operation
-        self.deadline: Deadline = deadline
+    def __init__(self, operation: Operation, until: Deadline, core: Core, *, is_shared: bool) -> None:
+        self.operation = operation
+        self.until = until
+        self.is_shared = is_shared
         self.asked_at: float = _world.current.now()
-        self.is_shared: bool = is_shared
+        self.began = self.asked_at
         self.ranks: tuple[int, ...] = ()  # those that it has started
-        self._roster = roster
-        self._context = contextvars.copy_context()
-        self._done = _world.current.event()
-        self._error: BaseException | None = None
-
-    def run(self, work: Callable[["Change"], None]) -> None:
-        """Do the work in the context of the thread that has requested it; keep what it raises."""
-        try:
-            self._context.run(work, self)
-        except BaseException as error:  # noqa: BLE001  raised by those who wait
-            self._error = error
-
-    def finish(self) -> None:
-        """Wake those who wait."""
-        self._done.set()
+        self.error: BaseException | None = None
+        self.context = contextvars.copy_context()
+        self.done = _world.current.event()
+        self._core = core
 
     def wait(self, deadline: Deadline = NEVER) -> bool:
-        """Wait until the change is over; return whether it is."""
-        if not wait_for_event(self._done, deadline):
+        """Wait until the change is over, and raise what it has raised; return whether it is over."""
+        if not wait_for_event(self.done, deadline):
             return False
-        if self._error is not None:
-            raise self._error.with_traceback(None)
+        if self.error is not None:
+            raise self.error.with_traceback(None)
         return True
 
     def check(self) -> None:
         """Raise if the change has to be given up: the group or its Ray ends."""
-        if self._roster.ending:
-            raise self._roster.ended_error()
-        self._roster.connection.check()
-
-    @property
-    def time_s(self) -> float | None:
-        """How long the operation may take from its request; None for no limit."""
-        return None if self.deadline.at is None else self.deadline.at - self.asked_at
+        self._core.check_goes_on()
 
     def late_error(self, reason: str, late: tuple[LateWorker, ...] = ()) -> ResizeTimeoutError:
         """Return the error of a change that could not begin in time."""
         return ResizeTimeoutError(self.operation.name, _world.current.now() - self.asked_at, late, reason)
+
+
+class Changes:
+    """The changes of one group. The lock protects the queue: there is a thread while there is work, and only one."""
+
+    def __init__(
+        self, core: Core, provisioner: Provisioner, run_hook: RunHook, on_restart: str | None, on_resize: str | None
+    ) -> None:
+        self._core = core
+        self._provisioner = provisioner
+        self._run_hook = run_hook
+        self._on_restart = on_restart
+        self._on_resize = on_resize
+        self._lock = _world.current.lock()
+        self._queue: deque[Change] = deque()
+        self._running: Change | None = None
+        self._thread: int | None = None
+        self._idle = _world.current.event()
+
+    def run(self, operation: Operation, until: Deadline) -> list[int]:
+        """Run an operation, and wait until it is over; return the ranks that it has started."""
+        change = self.request(operation, until)
+        if not change.wait(until):
+            with self._lock:
+                # If nothing is before it, its thread is about to take it, and will see the deadline.
+                waits = change in self._queue and (self._running is not None or self._queue[0] is not change)
+                if waits:
+                    self._queue.remove(change)
+            if waits:
+                raise change.late_error(
+                    "Another thread resizes the group or restarts workers. Make it again with a longer timeout."
+                )
+            change.wait()
+        return sorted(change.ranks)
+
+    def restart_lost(self) -> Change:
+        """Request the restart of lost workers for a call, which all callers that need it share."""
+        return self.request(restart_lost(), self._provisioner.deadline(None), is_shared=True)
+
+    def request(self, operation: Operation, until: Deadline, *, is_shared: bool = False) -> Change:
+        """Queue an operation, and return what it will become; with `is_shared` perhaps one that is on its way."""
+        if self.runs_here():
+            raise WorkerGroupError(
+                f"{operation.name} cannot be requested by what the present change of the group waits for. Request it "
+                "when that has ended."
+            )
+        try:
+            with self._lock:
+                if self._core.ending:
+                    raise self._core.ended_error()
+                under_way = [one for one in (self._running, *self._queue) if one is not None and one.is_shared]
+                if is_shared and under_way:
+                    change = under_way[0]
+                else:
+                    change = Change(operation, until, self._core, is_shared=is_shared)
+                    self._queue.append(change)
+        finally:  # also after Ctrl-C: what is in the queue runs, and others may wait for it already
+            if self._queue and self._thread is None:
+                _world.current.spawn("fairlead-change", self._serve)
+        return change
+
+    def runs_here(self) -> bool:
+        """Return whether the calling thread is the one that changes the group."""
+        return self._thread == _world.current.thread()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no change is under way or waits."""
+        return self._thread is None and not self._queue
+
+    def describe_running(self) -> str:
+        """Return what a call waits for, and what its caller can do; an empty text if nothing is under way."""
+        running, ranks = self._running, self._core.now.restarting
+        if running is None:
+            return ""
+        what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
+        return (
+            f"A {what} has been under way for {_world.current.now() - running.began:.1f} s and goes on; it may take "
+            f"start_s={self._provisioner.spec.start_timeout_s:g} s. Make the call again, with a longer timeout."
+        )
+
+    def join(self, deadline: Deadline) -> bool:
+        """Wait until no change runs; return whether that was before the deadline."""
+        with self._lock:
+            if self._thread is None or self.runs_here():
+                return True
+            idle = self._idle
+        return wait_for_event(idle, deadline)
+
+    def _serve(self) -> None:
+        """Run changes as long as there are any; the work of a thread."""
+        with self._lock:
+            if self._thread is not None:
+                return
+            self._thread, self._idle = _world.current.thread(), _world.current.event()
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._thread = None
+                    self._idle.set()
+                    return
+                change = self._running = self._queue.popleft()
+                change.began = _world.current.now()
+            try:
+                change.context.run(self._carry_out, change)
+            except BaseException as error:  # noqa: BLE001  raised by those who wait
+                change.error = error
+            # Calls of event loops that have waited may need a worker that is lost now.
+            needs_restart = self._core.end_change(change.error)
+            with self._lock:  # before those who wait may request the next one
+                self._running = None
+                if needs_restart:
+                    again = Change(restart_lost(), self._provisioner.deadline(None), self._core, is_shared=True)
+                    self._queue.append(again)
+            change.done.set()
+            del change  # what it raised must not live until the next one
+
+    def _carry_out(self, change: Change) -> None:
+        """Plan an operation, and carry the plan out."""
+        core, goes_on = self._core, True
+        change.check()
+        with head_deadline(change.until.left()):
+            while goes_on and (plan := change.operation.plan(core.now, core, change.until)) is not None:
+                change.ranks += self._run(_Run(plan, change, core, self._provisioner))
+                goes_on = plan.again
+
+    def _run(self, run: "_Run") -> tuple[int, ...]:
+        """Do all steps of a plan, and return the ranks that were started.
+
+        Whatever happens, the group is left usable, and nothing is kept that it does not need.
+        """
+        core, plan, failure = self._core, run.plan, None
+        try:
+            if plan.closes:
+                core.begin_change()
+                core.advance(restarting=plan.replaced)
+            run.switch()
+            self._follow(run)
+        except BaseException as error:
+            failure = error
+            if isinstance(error, Exception):
+                if core.ending:
+                    raise core.ended_error() from error
+                core.connection.check()
+            if (failure := run.note_failure(error)) is error:
+                raise
+            raise failure from error
+        finally:
+            core.advance(restarting=())
+            if not plan.is_first:
+                core.end_change(failure)
+            run.settle()
+        return tuple(run.started)
+
+    def _follow(self, run: "_Run") -> None:
+        """Bring everybody into the epoch that has begun: the facts of survivors, the publication, the user's methods.
+
+        A late or failed one breaks a group all of which has to follow; in a restart it is lost.
+        """
+        plan, core, after = run.plan, self._core, self._core.now
+        if plan.is_first:
+            self._provisioner.publish(wait=True)
+            return
+        try:
+            run.deliver()
+        finally:
+            # Later than the facts: a worker without them refuses the calls of handles in the new epoch.
+            self._provisioner.publish()
+        calls = []
+        if self._on_restart is not None and plan.hooked:
+            calls.append(("Restart.method", self._run_hook(self._on_restart, plan.hooked, run.until)))
+        if self._on_resize is not None and plan.follows:
+            everybody = range(len(after.members))
+            calls.append(("on_resize", self._run_hook(self._on_resize, everybody, run.until)))
+        run.await_hooks(calls)
+        if after.is_broken:
+            core.advance(phase="serving")
+        if plan.resize is not None:
+            logger.info("Resized %r %s.", core.name_prefix, plan.resize)
+        if plan.replaced:
+            ranks = ", ".join(map(str, plan.replaced))
+            logger.warning("Restarted rank(s) %s of %r.", ranks, core.name_prefix)
+
+
+class _Run:
+    """One plan that is being carried out."""
+
+    def __init__(self, plan: Plan, change: Change, core: Core, provisioner: Provisioner) -> None:
+        self.plan = plan
+        self.until = change.until  # of the steps that can be undone, then of the others
+        self.before = core.now
+        self.started: dict[int, Member] = {}
+        self._change = change
+        self._core = core
+        self._provisioner = provisioner
+        self._staged: Staged | None = None
+        self._has_ended = False  # whether the old processes of the replaced ranks were told to end
+        self._has_begun = False  # whether the epoch has
+
+    @property
+    def _concurrent(self) -> bool:
+        return self._provisioner.worker_class.concurrent
+
+    def switch(self) -> None:
+        """Do the steps until the epoch has begun."""
+        plan, core, provisioner, check = self.plan, self._core, self._provisioner, self._change.check
+        if plan.is_first:
+            staged = provisioner.prepare(self.before, self.until)
+        else:
+            staged = provisioner.acquire(self.before, plan, self.until)
+        self._staged = staged
+        if plan.new:
+            self._end([rank for rank in plan.new if rank in self.before.lost])
+            self.started |= provisioner.start(staged, plan.new, self.until, check)
+        if not plan.is_first:
+            core.begin_change()
+            self._drain()
+            if plan.replaced:
+                alive_nodes()  # the head has to answer, or nothing could start
+            check()
+        if plan.replaced:
+            # The old epoch cannot continue as it was from here, so the rest has its own time.
+            if (end := self.until.at) is not None:
+                self.until = Deadline.after(end - self._change.asked_at)
+            core.advance(restarting=plan.replaced)
+            # Handles of other processes see that these workers are replaced, and do not take that for a loss.
+            provisioner.publish({rank: staged.state.members[rank] for rank in plan.replaced})
+            self._has_ended = True
+            self._end([rank for rank in plan.replaced if rank < len(self.before.members)])
+            with head_deadline(self.until.left()):
+                self.started |= provisioner.start(staged, plan.replaced, self.until, check)
+        state = staged.state
+        core.commit(
+            dataclasses.replace(
+                state,
+                members=tuple(self._member(one) for one in state.members),
+                phase="broken" if core.now.is_broken else "serving",
+                restarting=core.now.restarting,
+                departed=self._departed(),
+                resizes=core.now.resizes if plan.resize is None else (*core.now.resizes, plan.resize),
+                variables=staged.variables(),
+                master=(staged.lease.address, staged.lease.port) if staged.lease is not None else ("", 0),
+                restarts=self._restarts,
+            )
+        )
+        self._has_begun = True
+        provisioner.commit(staged)
+
+    @property
+    def _restarts(self) -> int:
+        """How often the whole group has been restarted, with this time."""
+        return self.before.restarts + (self._core.policy.restarts_all and bool(self.plan.counted))
+
+    def _member(self, staged: Member) -> Member:
+        """Return a member of the next epoch: one that has started, or a survivor, which may have been lost since."""
+        if (member := self.started.get(staged.rank)) is not None:
+            return member
+        return dataclasses.replace(staged, lost=self._core.now.members[staged.rank].lost)
+
+    def _departed(self) -> Mapping[int, Member]:
+        now, size = self._core.now, self.plan.sharding.size
+        cause = f"the group was resized {self.plan.resize}, and this rank left it"
+        left = {
+            one.rank: dataclasses.replace(one, lost=one.lost or one.failure("left", cause))
+            for one in now.members[size:]
+        }
+        return {rank: one for rank, one in now.departed.items() if rank >= size} | left
+
+    def _drain(self) -> None:
+        """Wait until calls have ended."""
+        living = [self.before.members[rank] for rank in self.plan.quiet]
+        late = drain(self._core, living, self.until, self._change.check, concurrent=self._concurrent)
+        if late and self.plan.follows:
+            raise self._change.late_error(
+                "It waited for calls that were made before. Make it again with a longer timeout, or cancel these "
+                "calls:",
+                late,
+            )
+        if late:
+            busy = sorted(worker.rank for worker in late)
+            logger.warning("Rank(s) %s are restarted while they are busy.", busy)
+
+    def _end(self, ranks: Sequence[int]) -> None:
+        """End the old processes of ranks, or raise: their slots cannot be used again while they are there."""
+        members = [self.before.members[rank] for rank in ranks]
+        if left := self._provisioner.owned.end(members, self.until):
+            raise WorkerFailureError(
+                tuple(one.lost or one.failure("start-failed", MAY_RUN) for one in members),
+                f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(left)}. "
+                "They do not react to SIGKILL, or their node does not answer; look at them there. When they are gone, "
+                "call `restart_failed_workers()` again, or create a new group on other nodes.",
+            )
+
+    def deliver(self) -> None:
+        """Send the facts of the epoch to those who keep running; wait for them if all have to follow."""
+        core, plan, now = self._core, self.plan, self._core.now
+        self._change.check()
+        alone = plan.follows and self._concurrent
+        layout = self._provisioner.layout() if len(now.members) != len(self.before.members) else None
+        sent = {
+            one.rank: send_facts(one, now.facts_since(self.before, one.rank), layout, self.until, alone=alone)
+            for one in now.members
+            if one.rank not in self.started and one.lost is None
+        }
+        if plan.follows:
+            what = f"{plan.what} of {core.name_prefix}: facts"
+            errors, late = wait_for(sent, self.until, what, self._change.check)
+            self._check_followed(errors, dict.fromkeys(late, UNFINISHED), {})
+
+    def await_hooks(self, calls: Sequence[tuple[str, Any]]) -> None:
+        """Wait for methods of the user that run on all workers at once."""
+        if not calls:
+            return
+        ends = {
+            (at, rank): end
+            for at, (_, call) in enumerate(calls)
+            for rank, end in zip(call.called_workers, map(end_of, call.futures), strict=True)
+        }
+        what = f"{self.plan.what} of {self._core.name_prefix}: {', '.join(dict(calls))}"
+        errors, late = wait_for(ends, self.until, what, self._change.check)
+        named = {rank: f"{calls[at][0]} failed: " for at, rank in [*errors, *late]}
+        failed = {rank: error for (_, rank), error in errors.items()}
+        self._check_followed(failed, {rank: named[rank] + UNFINISHED for _, rank in late}, named)
+
+    def _check_followed(
+        self, errors: Mapping[int, Exception], late: Mapping[int, str], named: Mapping[int, str]
+    ) -> None:
+        """Raise if workers have failed or are late, and record that they are lost.
+
+        Args:
+            errors: what they have raised, by rank.
+            late: what the late ones did not do, by rank.
+            named: what they did, for the report, by rank.
+        """
+        self._change.check()
+        if not errors and not late:
+            return
+        now = self._core.now
+        kind: FailureKind = "resize-failed" if self.plan.follows else "start-failed"
+        failures = {
+            now[rank]: explain_failure(self._core, now[rank], error, named.get(rank, ""), kind)
+            for rank, error in errors.items()
+        }
+        failures |= {now[rank]: now[rank].failure(kind, text) for rank, text in late.items() if rank not in errors}
+        raise self._lose(failures) from next(iter(errors.values()), None)
+
+    def _lose(self, failures: Mapping[Member, WorkerFailure]) -> WorkerFailureError:
+        """Record what has failed in the epoch that has begun, and return the error that reports it."""
+        by_rank = sorted(failures.items(), key=lambda one: one[0].rank)
+        lost = tuple(self._core.note(by_rank, breaks=self.plan.follows))
+        if self.plan.follows:
+            return WorkerFailureError(lost, BROKEN)
+        self._provisioner.owned.end(list(failures), self.until)
+        return WorkerFailureError(lost, _describe(lost[0].cause))
+
+    def note_failure(self, error: BaseException) -> BaseException:
+        """Record the ranks that this change has ended and not started, and return the error to raise."""
+        plan, core, before = self.plan, self._core, self.before
+        if plan.is_first or (isinstance(error, HeadTimeoutError) and not self._has_ended):
+            return error
+        if self._has_begun:
+            if not plan.follows:
+                return error
+            if isinstance(error, WorkerFailureError):  # also if another thread has met the loss of a worker
+                core.advance(phase="broken")
+                return WorkerFailureError(error.failures, BROKEN)
+            cause = f"the change was interrupted: {error!r}"  # not by a worker: it is unknown who has followed
+            return self._lose({one: one.failure("resize-failed", cause) for one in core.now.members})
+        ended = [rank for rank in plan.replaced if rank < len(before.members)]
+        if not self._has_ended:  # lost ranks could not be started again
+            ended = [rank for rank in ended if plan.closes and rank in before.lost]
+        if not ended:
+            return error
+        cause, failed, text = str(error), -1, _describe(error)
+        if isinstance(error, WorkerStartError):
+            cause, failed, text = error.reason, error.rank, str(error)
+        reports = []
+        for rank in ended:
+            member = before.members[rank]
+            kind: FailureKind = "start-failed" if failed in (rank, -1) else "killed"
+            if self._staged is not None and self._has_ended:
+                counts = self._staged.state.members[rank]
+                member = dataclasses.replace(member, incarnation=counts.incarnation, restarts=counts.restarts)
+            reports.append((member, member.failure(kind, f"in a restart: {cause}")))
+        if self._has_ended:
+            core.advance(restarts=self._restarts)
+        is_report = isinstance(error, WorkerFailureError)
+        failures = tuple(core.note(reports, override=not is_report))
+        return error if is_report or not isinstance(error, Exception) else WorkerFailureError(failures, text)
+
+    def settle(self) -> None:
+        """Let workers that leave finish their calls until the deadline; end them, and return what is not needed."""
+        if self._core.ending:
+            return
+        leaving = [one for one in self.before.members[self.plan.sharding.size :] if one.lost is None]
+        try:
+            if self._has_begun and leaving:
+                late = find_late(leaving, self.until, self._change.check, concurrent=self._concurrent)
+                if late:
+                    logger.warning("Rank(s) %s were ended before they had finished.", ", ".join(map(str, late)))
+        finally:
+            if not self._core.ending:
+                if not self._has_begun and not self.plan.is_first:
+                    self._provisioner.publish()
+                self._provisioner.settle(self.until)
+
+
+def _describe(reason: object) -> str:
+    return f"They could not be started again: {reason}"

@@ -1,152 +1,211 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that change who is in a group, as plans of one kind. Pure, except for the questions that they ask."""
+"""The operations that change who is in a group, as plans of one kind. They change nothing themselves."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from fairlead_placement import Slot
+from fairlead_placement import HeadTimeoutError, Slot
 from fairlead_sharding import NamedSharding
 
-from ..exceptions import MOST_SHOWN, WorkerFailure, WorkerFailureError
-from .model import Resize, Snapshot
-
-CLUSTER_GONE = (
-    "The cluster of this group has been shut down, and its workers with it. Reserve the cluster again, and create a "
-    "new group on it."
-)
-
-
-@dataclass(frozen=True)
-class RestartPolicy:
-    """When workers are restarted."""
-
-    on_failure: bool  # whether calls that need a lost worker restart it
-    max_restarts: int  # of each rank, or of the group with scope "group"
-    scope: str  # "worker", or "group" for all workers together
-
-    @property
-    def restarts_all(self) -> bool:
-        """Whether all workers are restarted together."""
-        return self.scope == "group"
-
-    def blocking(self, now: Snapshot, called: Collection[int]) -> tuple[WorkerFailure, ...]:
-        """Return the lost workers that a call has to wait for: those it calls, or all if they restart together."""
-        together = now.is_broken or (self.on_failure and self.restarts_all)
-        return tuple(failure for failure in now.lost.values() if together or failure.rank in called)
-
-    def explain_limit(self, now: Snapshot, ranks: Iterable[int]) -> str:
-        """Return why these ranks cannot be restarted any more; an empty text if they can."""
-        limit = self.max_restarts
-        if self.restarts_all:
-            at_limit = [] if now.restarts < limit else ["the group"]
-        else:
-            at_limit = [f"rank {rank}" for rank in ranks if now[rank].restarts >= limit]
-        if not at_limit:
-            return ""
-        return (
-            f"{', '.join(at_limit)} has been restarted max_restarts={limit} times, which is the limit. Look at the "
-            "logs of these workers, then create a new group, with a larger max_restarts if such losses are expected."
-        )
-
-    def remedy(self, now: Snapshot, ranks: Sequence[int]) -> str:
-        """Return what a user can do about these lost ranks; an empty text for the default advice."""
-        if reason := self.explain_limit(now, ranks):
-            return reason
-        if not self.on_failure:
-            return ""
-        if self.restarts_all:
-            return "The next call restarts the whole group first, whichever ranks it calls. Repeat this call."
-        shown = ", ".join(map(str, ranks[:MOST_SHOWN])) + (", ..." if len(ranks) > MOST_SHOWN else "")
-        return (
-            f"The next call that reaches rank(s) {shown} starts them again. Repeat this call. "
-            "`restart_failed_workers()` starts them at once."
-        )
+from .._model import GroupState, Resize
+from .._observe.head import alive_nodes, read_placement_group
+from .._world import Deadline
+from ..exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError
+from .axis import check_sizes, check_tied_groups, resize_mesh
+from .core import CLUSTER_GONE, Core
+from .losses import CAUSE_S, find_lost
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One change; the machine does it in the same steps for all operations."""
+    """What one change does; the same steps carry out all of them."""
 
     what: str  # for people: "The resize to dp=6"
     sharding: NamedSharding  # of the next epoch
-    start: tuple[int, ...] = ()  # new or lost ranks, whose processes start while calls go on
-    replace: tuple[int, ...] = ()  # ranks whose old process ends before the constructor of the new one runs
-    move: tuple[int, ...] = ()  # the replaced ranks that start in other slots
-    leave: tuple[int, ...] = ()  # ranks that leave the group
-    slots: Sequence[Slot] | None = None  # of the new ranks, in order; None for free ones of the cluster
+    new: tuple[int, ...] = ()  # ranks without a living process, which start while calls go on
+    replaced: tuple[int, ...] = ()  # ranks whose old process ends before the constructor of the new one runs
+    moved: tuple[int, ...] = ()  # the replaced ranks that start in other slots
+    slots: Sequence[Slot] | None = None  # of ranks that the group has not had; None for free ones of the cluster
     counted: frozenset[int] = frozenset()  # the ranks for which this counts as a restart
     quiet: tuple[int, ...] = ()  # living ranks whose calls have to end first
     closes: bool = False  # whether calls wait from the beginning, and not only while the epoch begins
-    follow: bool = False  # whether every survivor has to take part: then a late one makes the epoch broken
+    follows: bool = False  # whether every survivor has to take part: then a late one breaks the group
     new_port: bool = False  # whether the ranks need a new master port even if rank 0 stays on its node
-    on_restart: tuple[int, ...] = ()  # the ranks that run `Restart.method`
+    hooked: tuple[int, ...] = ()  # the ranks that run `Restart.method`
     resize: Resize | None = None  # what changes the number of ranks
+    is_first: bool = False  # whether it is the first start
     again: bool = False  # whether this is the first part, after which the operation is planned again
 
 
-class Facilities(Protocol):
-    """The questions that a plan may ask; none of them changes anything."""
-
-    policy: RestartPolicy
-
-    def find_lost(self) -> Mapping[int, WorkerFailure]:
-        """Return the workers that are dead now, by rank, including those that no call has met."""
-
-    def lacks_cluster(self, ranks: Iterable[int]) -> bool:
-        """Return whether the cluster of a rank has been shut down, so that nothing starts in its slot."""
-
-
-class Operation(Protocol):
-    """One way to change who is in a group."""
-
-    @property
-    def name(self) -> str:
-        """The description for errors: "The restart"."""
-
-    def plan(self, now: Snapshot, ask: Facilities) -> Plan | None:
-        """Return what to do; None if there is nothing to do."""
-
-
 @dataclass(frozen=True)
-class Start:
-    """The first start of all workers."""
+class Operation:
+    """One way to change who is in a group: its name for errors, and what returns its plan, or None for no change."""
 
-    name: str = "The start"
-
-    def plan(self, now: Snapshot, ask: Facilities) -> Plan:
-        """Return the start of all ranks."""
-        return Plan(self.name, now.sharding, start=tuple(range(len(now.members))))
+    name: str
+    plan: Callable[[GroupState, Core, Deadline], Plan | None]
 
 
-@dataclass(frozen=True)
-class RestartLost:
-    """The restart of lost workers: the same ranks in their slots, or in other slots if a node is lost."""
+def start() -> Operation:
+    """Return the first start of all workers."""
+    name = "The start"
+    return Operation(
+        name,
+        lambda now, core, until: Plan(name, now.sharding, new=tuple(range(len(now.members))), is_first=True),
+    )
 
-    name: str = "The restart"
 
-    def plan(self, now: Snapshot, ask: Facilities) -> Plan | None:
-        """Return the restart of the ranks that are lost now, or with scope "group" of all."""
-        if not (lost := ask.find_lost()):
+def restart_lost() -> Operation:
+    """Return the restart of lost workers: the same ranks in their slots, or in other slots if a node is lost."""
+
+    def plan(now: GroupState, core: Core, until: Deadline) -> Plan | None:
+        lost = _find_lost(now, core, until)
+        return _plan_restart("The restart", now, lost, core) if lost else None
+
+    return Operation("The restart", plan)
+
+
+def restart_ranks(ranks: tuple[int, ...], *, elsewhere: bool) -> Operation:
+    """Return the restart of ranks whose workers may live; with scope "group" the others restart where they are."""
+    name = f"The restart of rank(s) {', '.join(map(str, ranks))}"
+
+    def plan(now: GroupState, core: Core, until: Deadline) -> Plan:
+        check_members(ranks, now)
+        if now.is_broken:
+            raise core.failure_error(list(now.lost.values()))
+        lost, everybody = _find_lost(now, core, until), core.policy.restarts_all
+        started = tuple(range(len(now.members))) if everybody else ranks
+        return Plan(
+            name,
+            now.sharding,
+            replaced=started,
+            moved=ranks if elsewhere else (),
+            quiet=tuple(rank for rank in ranks if rank not in lost),
+            new_port=everybody,
+            hooked=started,
+        )
+
+    return Operation(name, plan)
+
+
+def resize(axis: str, size: int, slots: Sequence[Slot] | None, elastic: str | None) -> Operation:
+    """Return the change of the size of an axis; lost workers that stay are started again.
+
+    Args:
+        axis: the axis.
+        size: its new size.
+        slots: of the new ranks; None for free ones of the cluster.
+        elastic: the slowest-varying axis of the mesh that the group was made with.
+    """
+    name = f"The resize to {axis}={size}"
+
+    def plan(now: GroupState, core: Core, until: Deadline) -> Plan | None:
+        sharding, policy = check_resize(now, elastic, {axis: size}, slots), core.policy
+        before, members = now.sharding.get_axis_size(axis), range(len(now.members))
+        lost = _find_lost(now, core, until)
+        stay = tuple(rank for rank in lost if rank < sharding.size)
+        if stay and (before == size or policy.restarts_all):
+            # As `restart_failed_workers` would: with scope "group" together with all others.
+            return replace(_plan_restart(name, now, lost, core), again=before != size)
+        if before == size:
             return None
-        return plan_restart(self.name, now, lost, ask)
+        if reason := policy.explain_limit(now, stay) if stay else "":
+            raise WorkerFailureError(tuple(lost[rank] for rank in stay), reason)
+        return Plan(
+            name,
+            sharding,
+            new=(*stay, *range(len(members), sharding.size)),
+            slots=slots,
+            counted=frozenset(stay),
+            quiet=tuple(rank for rank in members[: sharding.size] if rank not in lost),
+            follows=True,
+            new_port=True,
+            hooked=stay,
+            resize=Resize(now.group_epoch + 1, axis, before, size),
+        )
+
+    return Operation(name, plan)
 
 
-def plan_restart(what: str, now: Snapshot, lost: Mapping[int, WorkerFailure], ask: Facilities) -> Plan:
+def _plan_restart(what: str, now: GroupState, lost: Mapping[int, WorkerFailure], core: Core) -> Plan:
     """Return the restart of lost ranks, or of all of them with scope "group"."""
-    everybody, policy = tuple(range(len(now.members))), ask.policy
+    everybody, policy = tuple(range(len(now.members))), core.policy
     # Ray would create actors on a removed placement group without an error, and never start them.
-    if reason := CLUSTER_GONE if ask.lacks_cluster(everybody) else policy.explain_limit(now, lost):
+    if reason := CLUSTER_GONE if _lacks_cluster(now) else policy.explain_limit(now, lost):
         raise WorkerFailureError(tuple(lost.values()), reason)
     ranks = everybody if policy.restarts_all else tuple(lost)
     return Plan(
         what,
         now.sharding,
-        replace=ranks,
+        replaced=ranks,
         counted=frozenset(ranks),
         closes=True,
-        follow=now.is_broken,
+        follows=now.is_broken,
         # The store of one set of processes cannot be used by another set.
         new_port=policy.restarts_all or now.is_broken,
-        on_restart=ranks,
+        hooked=ranks,
     )
+
+
+def _find_lost(now: GroupState, core: Core, until: Deadline) -> dict[int, WorkerFailure]:
+    """Return the workers that are dead now, by rank, including those that no call has met."""
+    core.note(find_lost(core, now.members, until.left(at_most=CAUSE_S) or 0.0).items())
+    return dict(core.now.lost)
+
+
+def _lacks_cluster(now: GroupState) -> bool:
+    """Return whether the cluster has been shut down, so that Ray has removed the placement group of a rank.
+
+    Placement groups of lost nodes do not count: `replace_lost_nodes` removes them, and the ranks get other slots.
+    """
+    slots = [place.slot for place in now.places]
+    try:
+        alive = alive_nodes()
+        groups = {slot.placement_group.id: slot.placement_group for slot in slots if slot.node_id in alive}
+        return any(read_placement_group(one).get("state", "REMOVED") == "REMOVED" for one in groups.values())
+    except HeadTimeoutError:
+        return False
+
+
+def check_resize(
+    now: GroupState, elastic: str | None, sizes: Mapping[str, int], slots: Sequence[Slot] | None
+) -> NamedSharding:
+    """Return the axes of another size of the group, or refuse it."""
+    axis, size = check_sizes(now.sharding, elastic, sizes)
+    before = now.sharding.get_axis_size(axis)
+    each = now.sharding.size // before
+    check_tied_groups(now.places, each, each * size)
+    if slots is not None and not (isinstance(slots, Sequence) and all(isinstance(slot, Slot) for slot in slots)):
+        raise TypeError(f"slots must be a sequence of slots, such as cluster.slots()[4:], got {slots!r}")
+    if slots is not None and len(slots) != max(0, each * (size - before)):
+        raise ValueError(
+            f"a resize from {axis}={before} to {axis}={size} needs {max(0, each * (size - before))} slots, got "
+            f"{len(slots)}"
+        )
+    return resize_mesh(now.sharding, axis, size)
+
+
+def check_caller(token: str) -> None:
+    """Refuse a resize from inside a worker of the group, which could not take part in it."""
+    facts = getattr(sys.modules.get("_fairlead_worker"), "facts", {})
+    if facts.get("tree", "").startswith(f"{token}-"):
+        raise WorkerGroupError(
+            "A worker cannot resize its own group, because it has to take part in that between two of its calls. "
+            "Return the wish to the driver, and call resize there."
+        )
+
+
+def check_ranks(ranks: object) -> tuple[int, ...]:
+    """Return the ranks that a user has given, in ascending order, or refuse them."""
+    given = None if isinstance(ranks, str) or not isinstance(ranks, Iterable) else list(ranks)
+    if given is None or any(isinstance(rank, bool) or not isinstance(rank, int) for rank in given):
+        raise TypeError(f"restart takes a list of ranks such as [3], got {ranks!r}")
+    if not given or len(set(given)) != len(given):
+        raise ValueError(f"restart takes at least one rank, and each rank once, got {given}")
+    return tuple(sorted(given))
+
+
+def check_members(ranks: Sequence[int], now: GroupState) -> None:
+    """Refuse ranks that the group does not have."""
+    if wrong := [rank for rank in ranks if not 0 <= rank < len(now.members)]:
+        raise IndexError(f"rank {wrong[0]} is out of range: the group has ranks 0 to {len(now.members) - 1}")

@@ -2,14 +2,18 @@
 """The groups of all jobs as their processes have published them, read from any process of the cluster."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ray.util.placement_group import PlacementGroup
+
+from fairlead_placement import Slot
 from fairlead_placement.extension import Board, read_boards
 from fairlead_sharding import NamedSharding
 
+from .._model import Member, Place
 from ..exceptions import WorkerGroupError
 from .head import find_boards
 from .registration import KEY, SCHEMA
@@ -20,41 +24,6 @@ ANSWER_S = 5.0
 PUBLISHED_AGAIN_S = 3.0
 # How many digits of an id are shown. Fewer of them may belong to any group.
 SHOWN_DIGITS = 6
-
-
-@dataclass(frozen=True)
-class RegisteredWorker:
-    """One worker of a group, as its group has published it.
-
-    Attributes:
-        rank: its number in the group.
-        name: its name.
-        coords: its coordinates, by axis.
-        node_id: Ray's id of its node.
-        address: the address of its node.
-        pid: its process; 0 until it has started.
-        started: the start tick of the process.
-        incarnation: how often its rank has been started before.
-        restarts: how often of these because it was lost.
-        actor_id: Ray's id of its actor; empty before there is one.
-        mark: finds its process while it starts.
-        actor_name: the name of its actor.
-        tied_rank: its number in its tied group.
-    """
-
-    rank: int
-    name: str
-    coords: Mapping[str, int]
-    node_id: str
-    address: str
-    pid: int
-    started: int
-    incarnation: int
-    restarts: int
-    actor_id: str
-    mark: str
-    actor_name: str = ""
-    tied_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +40,7 @@ class RegisteredGroup:
         namespace: Ray's namespace of its actors.
         epoch: the number of changes of membership so far.
         driver: the `job_id`, `worker_id` and `node_id` of its process.
-        members: its workers by rank.
+        members: its workers by rank, without their actors; without a pid while they start.
         methods: the class as plain data.
         publication: the number of this publication.
         board: where it is published.
@@ -86,7 +55,7 @@ class RegisteredGroup:
     namespace: str
     epoch: int
     driver: Mapping[str, Any]
-    members: tuple[RegisteredWorker, ...]
+    members: tuple[Member, ...]
     methods: Mapping[str, Any]
     publication: int
     board: Board | None = field(default=None, compare=False)
@@ -108,12 +77,12 @@ def find_groups(*, timeout_s: float = ANSWER_S) -> list[RegisteredGroup]:
     Args:
         timeout_s: seconds for the answers of the boards. Those that do not answer in time are left out.
     """
-    return _read(find_boards(), KEY, timeout_s)
+    return _parse(read_boards(find_boards(), KEY, timeout_s=timeout_s))
 
 
-def _read(boards: Sequence[Board], prefix: str, timeout_s: float) -> list[RegisteredGroup]:
-    answers = read_boards(boards, prefix, timeout_s=timeout_s).items()
-    values = {board: values.values() for board, values in answers if not isinstance(values, Exception)}
+def _parse(answers: Mapping[Board, Any]) -> list[RegisteredGroup]:
+    """Return the groups on the boards that have answered."""
+    values = {board: values.values() for board, values in answers.items() if not isinstance(values, Exception)}
     return read_groups((board, value) for board, published in values.items() for value in published)
 
 
@@ -137,13 +106,24 @@ def read_group(group_id: str, job_id: str, worker_id: str) -> RegisteredGroup | 
     """Return a group as its process has published it last; None if no board of that process has it.
 
     It waits up to `PUBLISHED_AGAIN_S` for the group, because a process whose board has died publishes it again.
+
+    Raises:
+        WorkerGroupError: a board of that process does not answer, so that it is unknown whether the group is there.
     """
     deadline = time.monotonic() + PUBLISHED_AGAIN_S
     while True:
-        groups = _read(find_boards(job_id, worker_id), KEY + group_id, ANSWER_S)
+        answers = read_boards(find_boards(job_id, worker_id), KEY + group_id, timeout_s=ANSWER_S)
+        groups = _parse(answers)
         if groups or time.monotonic() >= deadline:
-            return max(groups, key=lambda one: one.publication, default=None)
+            break
         time.sleep(0.05)
+    silent = [answer for answer in answers.values() if isinstance(answer, Exception)]
+    if not groups and silent:
+        raise WorkerGroupError(
+            f"Group {group_id[:SHOWN_DIGITS]} cannot be looked up, because the agent of the process that made it does "
+            f"not answer: {silent[0]} Make the call again."
+        )
+    return max(groups, key=lambda one: one.publication, default=None)
 
 
 def read_groups(published: Iterable[tuple[Board | None, Any]]) -> list[RegisteredGroup]:
@@ -155,7 +135,7 @@ def read_groups(published: Iterable[tuple[Board | None, Any]]) -> list[Registere
         RegisteredGroup(
             group_id=value["id"],
             class_name=value["class"],
-            members=tuple(RegisteredWorker(**row) for row in value["members"]),
+            members=tuple(map(_read_member, value["members"])),
             board=board,
             **{name: value[name] for name in _PUBLISHED},
         )
@@ -167,3 +147,21 @@ def read_groups(published: Iterable[tuple[Board | None, Any]]) -> list[Registere
 
 # The fields of a group that are published by their own names.
 _PUBLISHED = ("name", "shape", "layout", "created", "namespace", "epoch", "driver", "publication", "methods")
+
+
+def _read_member(row: Mapping[str, Any]) -> Member:
+    """Return a worker of a group, of whose place another process knows only the node."""
+    slot = Slot(
+        placement_group=PlacementGroup.empty(),
+        bundle_index=-1,
+        node_idx=-1,
+        node_id=row["node_id"],
+        node_ip=row["address"],
+        node_rank=-1,
+        local_rank=-1,
+    )
+    place = Place(
+        row["rank"], slot, row["name"], -1, row.get("tied_rank", 0), (-1, []), -1, -1, -1, coords=row["coords"]
+    )
+    names = ("incarnation", "restarts", "actor_id", "actor_name", "mark", "node_id", "pid", "started")
+    return Member(place, **{name: row[name] for name in names if name in row})

@@ -10,7 +10,7 @@ import ray
 
 from fairlead_placement.extension import choose_alive, group_pairs, run_on_nodes
 
-from .._membership.model import WorkerProcess
+from .._model import Member
 from .._remote.outside import look_from_outside
 from .._remote.process import Process
 from .._remote.progress import cancel_tasks, read_records
@@ -84,7 +84,7 @@ def ask_nodes(
     return results
 
 
-def late_workers(workers: Sequence[WorkerProcess], *, within_s: float = LATE_S) -> tuple[LateWorker, ...]:
+def late_workers(workers: Sequence[Member], *, within_s: float = LATE_S) -> tuple[LateWorker, ...]:
     """Return what each of these workers is doing now, as far as their nodes say so within this time."""
     answers = ask_nodes(workers, read_records, within_s=within_s, asks_head=False)
     records: list[Mapping[str, Any]] = [record or {} for record in answers]
@@ -116,7 +116,7 @@ def look_at_starts(workers: Sequence[Any]) -> list[WorkerLook | None]:
 
 
 def cancel_calls(
-    calls: Sequence[tuple[WorkerProcess, Any]], *, in_order: bool = False, within_s: float | None = None
+    calls: Sequence[tuple[Member, Any]], *, in_order: bool = False, within_s: float | None = None
 ) -> list[int]:
     """Cancel each worker's part of a call, given by its future; return the ranks that may still run the method.
 

@@ -3,16 +3,13 @@
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
 from fairlead_placement.extension import await_published, publish, withdraw
 
-from .._membership.model import Member, Place, make_process
-from .._membership.roster import Roster
-from .._ray_private import actor_id_of
-from .._remote.process import mark_of
+from .._model import GroupState, Member, Place
 
 # Of the published data; readers of another version leave the group out.
 SCHEMA = 3
@@ -24,19 +21,25 @@ def actor_name(place: Place, token: str, incarnation: int) -> str:
     return f"{place.name}-{token[:6]}-{place.rank}-{incarnation}"
 
 
+class Published(Protocol):
+    """A group, as far as it is published."""
+
+    name_prefix: str
+    now: GroupState
+
+
 class Registration:
     """Keeps what is published about one group up to date."""
 
-    def __init__(self, roster: Roster, token: str, class_name: str, *, methods: Mapping[str, Any]) -> None:
-        self._roster = roster
+    def __init__(self, group: Published, token: str, class_name: str, *, methods: Mapping[str, Any]) -> None:
+        self._group = group
         self.key: str = KEY + token
-        self._token = token
         self.version = 0
         context = ray.get_runtime_context()
         self._about: dict[str, Any] = {
             "schema": SCHEMA,
             "id": token,
-            "name": roster.name_prefix,
+            "name": group.name_prefix,
             "class": class_name,
             "methods": methods,
             "created": time.time(),
@@ -48,41 +51,37 @@ class Registration:
             },
         }
 
-    def publish(self, starting: Mapping[int, Any] | None = None) -> None:
-        """Publish the present workers, and those starting without their processes; do not wait for the board."""
-        now = self._roster.now
-        rows = [self._row(member, (starting or {}).get(member.rank)) for member in now.members]
+    def publish(self, starting: Mapping[int, Member]) -> None:
+        """Publish the present workers, and those starting in place of some; do not wait for the board."""
+        now = self._group.now
+        rows = [_make_row(starting.get(member.rank, member)) for member in now.members]
         self.version += 1
         axes = {"shape": dict(now.sharding.shape), "layout": now.sharding.to_dict()}
-        about = {**self._about, **axes, "epoch": now.epoch, "publication": self.version}
+        about = {**self._about, **axes, "epoch": now.group_epoch, "publication": self.version}
         publish(self.key, self.version, {**about, "members": rows})
 
     def await_handles(self, timeout_s: float) -> None:
         """Wait until the handles of other processes learn what is published, or until the timeout."""
         await_published(self.key, timeout_s=timeout_s)
 
-    def _row(self, member: Member, actor: Any) -> dict[str, Any]:
-        process = (
-            make_process(member.place, member.coords) if actor is not None or member.handle is None else member.process
-        )
-        handle = member.handle if actor is None else actor
-        actor_id = "" if handle is None else actor_id_of(handle)
-        return {
-            "rank": member.rank,
-            "name": member.place.name,
-            "coords": dict(member.coords),
-            "node_id": process.node_id,
-            "address": process.node_ip,
-            "pid": process.pid,
-            "started": process.started,
-            "incarnation": member.incarnation,
-            "restarts": member.restarts,
-            "actor_id": actor_id,
-            "mark": mark_of(self._token, member.rank),
-            "actor_name": actor_name(member.place, self._token, member.incarnation),
-            "tied_rank": member.place.tied_rank,
-        }
-
     def withdraw(self) -> None:
         """Withdraw everything, without waiting for the board."""
         withdraw(self.key)
+
+
+def _make_row(member: Member) -> dict[str, Any]:
+    return {
+        "rank": member.rank,
+        "name": member.place.name,
+        "coords": dict(member.coords),
+        "node_id": member.node_id,
+        "address": member.place.slot.node_ip,
+        "pid": member.pid,
+        "started": member.started,
+        "incarnation": member.incarnation,
+        "restarts": member.restarts,
+        "actor_id": member.actor_id,
+        "mark": member.mark,
+        "actor_name": member.actor_name,
+        "tied_rank": member.place.tied_rank,
+    }

@@ -8,11 +8,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError, UnserializableException
 
-from .._membership.model import WorkerProcess
+from .._model import Member
 from ..exceptions import RemoteError
 
 
-def explain_errors(errors: Mapping[WorkerProcess, BaseException], method: str = "") -> BaseException:
+def explain_errors(errors: Mapping[Member, BaseException], method: str = "") -> BaseException:
     """Return the first worker's own exception, with the remote traceback as its cause and a note for each worker.
 
     It is a `RemoteError`, which has the remote traceback itself, if the class of the exception is not known here.

@@ -11,7 +11,7 @@ import ray
 from fairlead_placement import Slot
 
 from .. import _ray_private
-from .._membership.model import Place
+from .._model import Place
 from .options import check_ray_options
 
 

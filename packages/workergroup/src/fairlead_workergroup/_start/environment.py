@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from fairlead_venvs import VenvError, VenvNodesError, VenvSpec, ensure_worker_env, known_actor_environments
 
-from .._membership.model import Place
+from .._model import Place
 from ..exceptions import WorkerStartError
 
 logger = logging.getLogger(__name__)

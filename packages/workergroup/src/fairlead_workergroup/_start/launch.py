@@ -16,16 +16,12 @@ from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement.extension import ask_head, run_each
-from fairlead_sharding import NamedSharding
 
-from .._membership.judge import Judge
-from .._membership.model import Place, WorkerProcess, make_process
+from .._model import Member, Place
 from .._observe.display import Bar
-from .._observe.evidence import RayWitnesses, judge_errors
 from .._observe.query import WorkerLook
 from .._observe.remote_errors import remote_traceback
-from .._ray_private import actor_id_of
-from ..exceptions import WorkerStartError
+from ..exceptions import WorkerFailure, WorkerStartError
 from .environment import (
     RANK_VARIABLES,
     EnvVars,
@@ -51,10 +47,9 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """Everything that one worker is started from, with its identity as far as it is known before it starts."""
+    """Everything that one worker is started from."""
 
     place: Place
-    process: WorkerProcess
     options: Mapping[str, Any]
     environment: WorkerEnvironment
     init_kwargs: Mapping[str, Any]
@@ -65,7 +60,6 @@ def plan_workers(
     places: Sequence[Place],
     described: WorkerClass,
     *,
-    sharding: NamedSharding,
     env_vars: EnvVars,
     python: WorkerPython,
 ) -> list[WorkerPlan]:
@@ -99,9 +93,8 @@ def plan_workers(
             runtime_env=runtime_env,
             concurrent=described.concurrent,
         )
-        process = make_process(place, sharding.get_worker_coords(place.rank))
         of_rank = frozenset((*RANK_VARIABLES, *of_user)) if callable(env_vars) else frozenset(RANK_VARIABLES)
-        plans.append(WorkerPlan(place, process, options, environment, init_kwargs, of_rank))
+        plans.append(WorkerPlan(place, options, environment, init_kwargs, of_rank))
     return plans
 
 
@@ -163,23 +156,21 @@ def create_actors(
 
 def wait_started(
     started: Sequence[ObjectRef],
-    plans: Sequence[WorkerPlan],
+    members: Sequence[Member],
     *,
-    actors: Sequence[Any] = (),
     name: str,
     timeout_s: float,
     check: Callable[[], None],
-    look: Callable[[Sequence[WorkerPlan]], Sequence[WorkerLook | None]] = lambda late: [None] * len(late),
-    memory_limit: bool = False,
+    look: Callable[[Sequence[Member]], Sequence[WorkerLook | None]] = lambda late: [None] * len(late),
+    explain: Callable[[Member, BaseException], WorkerFailure | None] = lambda member, error: None,
 ) -> list[dict[str, Any]]:
-    """Wait until all constructors have finished; return what each worker reports, in the order of `plans`.
+    """Wait until all constructors have finished; return what each worker reports, in the order of `members`.
 
-    The actors are those that the answers come from; without them only the nodes are asked. `look` looks at workers that
-    are late; `memory_limit` is whether their memory is limited.
+    `look` looks at workers that are late, and `explain` returns the loss of a worker, if that is what an error means.
     """
     began = time.monotonic()
     answers: dict[int, dict[str, Any]] = {}
-    pending = dict(enumerate(plans))
+    pending = dict(enumerate(members))
     # Each answer comes once, in the order of arrival: the first failure is the cause of others that soon follow. A
     # `ray.wait` would be given all pending references again for each answer.
     arrived: queue.SimpleQueue[tuple[int, Future[dict[str, Any]]]] = queue.SimpleQueue()
@@ -201,25 +192,23 @@ def wait_started(
                     slow = list(pending.values())
                     raise late_error(slow, look(slow[:SHOWN]), len(started), timeout_s) from None
             else:
-                plan = pending.pop(at)
+                member = pending.pop(at)
                 if (error := answer.exception()) is not None:
-                    waiting = [other.place.rank for other in pending.values()]
+                    waiting = [other.rank for other in pending.values()]
                     # The text has the traceback in the worker.
-                    actor = actors[at] if actors else None
-                    raise _start_error(error, plan, actor, len(answers), waiting, memory_limit) from None
+                    raise start_error(error, member, len(answers), waiting, explain(member, error)) from None
                 answers[at] = answer.result()
             if (now := time.monotonic()) - shown_at >= SHOWN_EVERY_S:
                 shown_at = now
-                some = itertools.islice(pending.values(), NAMED)
-                bar.show(len(answers), waiting_for=[plan.place.rank for plan in some])
+                bar.show(len(answers), waiting_for=[one.rank for one in itertools.islice(pending.values(), NAMED)])
     return [answers[at] for at in range(len(started))]
 
 
 def late_error(
-    slow: Sequence[WorkerPlan], looks: Sequence[WorkerLook | None], workers: int, timeout_s: float
+    slow: Sequence[Member], looks: Sequence[WorkerLook | None], workers: int, timeout_s: float
 ) -> WorkerStartError:
     """Return the error about workers that have not started in time, given the looks at the first of them."""
-    lines = [_describe_start(plan, seen) for plan, seen in zip(slow, looks, strict=False)]
+    lines = [_describe_start(member, seen) for member, seen in zip(slow, looks, strict=False)]
     lines += [f"and {len(slow) - len(lines)} others"] if len(slow) > len(lines) else []
     return WorkerStartError(
         f"{len(slow)} of {workers} workers had not finished their constructor after {timeout_s:.4g} s. Give them more "
@@ -228,23 +217,21 @@ def late_error(
     )
 
 
-def _describe_start(plan: WorkerPlan, seen: WorkerLook | None) -> str:
+def _describe_start(member: Member, seen: WorkerLook | None) -> str:
     """Return what a late worker is doing."""
-    process = plan.process
     if seen is None:
-        return f"{process}: its node does not answer"
+        return f"{member}: its node does not answer"
     if not seen.pid:
-        return f"{process}: Ray has not started its process"
-    return f"{replace(process, pid=seen.pid)}: " + (f"at {seen.where}" if seen.where else "its process is starting")
+        return f"{member}: Ray has not started its process"
+    return f"{replace(member, pid=seen.pid)}: " + (f"at {seen.where}" if seen.where else "its process is starting")
 
 
-def _start_error(
-    error: BaseException, plan: WorkerPlan, actor: Any, started: int, waiting: Sequence[int], memory_limit: bool = False
+def start_error(
+    error: BaseException, member: Member, started: int, waiting: Sequence[int], loss: WorkerFailure | None
 ) -> WorkerStartError:
-    process = plan.process if actor is None else replace(plan.process, actor_id=actor_id_of(actor))
-    judge = Judge(RayWitnesses(lambda _: actor, memory_limit=memory_limit))
-    if lost := judge_errors(judge, {process: error}):
-        reason, trace = f"the worker was lost while it started: {lost[0].kind}: {lost[0].cause}", ""
+    """Return the error about a worker whose constructor has raised an error, or that was lost."""
+    if loss is not None:
+        reason, trace = f"the worker was lost while it started: {loss.kind}: {loss.cause}", ""
     else:
         cause = getattr(error, "cause", None) or error
         reason, trace = f"its constructor raised {type(cause).__name__}: {cause}", remote_traceback(error)
@@ -252,4 +239,4 @@ def _start_error(
     if waiting:
         ranks = ", ".join(map(str, waiting[:16])) + (", ..." if len(waiting) > 16 else "")
         others += f", {len(waiting)} had not (ranks {ranks})"
-    return WorkerStartError(reason, plan.place.rank, dict(plan.process.coords), plan.place.slot.node_id, trace, others)
+    return WorkerStartError(reason, member.rank, dict(member.coords), member.node_id, trace, others)

@@ -10,7 +10,7 @@ from fairlead_placement import Slot
 from fairlead_placement.extension import group_pairs, number_slots
 from fairlead_sharding import NamedSharding
 
-from .._membership.model import Place
+from .._model import Place
 
 
 def lay_out(

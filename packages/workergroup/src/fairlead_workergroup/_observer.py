@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observation of the workers of a group while they work or hang, with one request to each node and none to workers."""
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from fairlead_placement.extension import choose_alive
+from fairlead_placement import HeadTimeoutError
+from fairlead_placement.extension import choose_alive, head_deadline
 
-from .._membership.model import WorkerProcess
-from .._membership.roster import Roster
-from .._remote.progress import look
-from .._remote.usage import measure
-from ..exceptions import WorkerFailure
-from .evidence import LOOK_S, weigh_answers
-from .query import HEAD_S, ask_nodes
-from .status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
-from .stuck import add_odd_ranks, find_innermost
+from ._membership.core import Core
+from ._membership.losses import LOOK_S, NOT_NOTICED, explain, look_at_head
+from ._model import Member
+from ._observe.query import HEAD_S, ask_nodes
+from ._observe.status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
+from ._observe.stuck import add_odd_ranks, find_innermost
+from ._remote.progress import look
+from ._remote.usage import measure
 
 STUCK_AFTER_S = 300.0
 # The entries of a node's answer that a status and a stuck worker show.
@@ -26,10 +27,10 @@ STUCK_FIELDS = ("method", "running_s", "since_progress_s", "stacks", "note")
 class Observer:
     """Observe the workers of a group; `RayWorkerGroup` documents what each method returns."""
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, core: Core) -> None:
+        self._core = core
         # The CPU seconds of each worker, and when they were measured.
-        self._measured: dict[WorkerProcess, tuple[float, float]] = {}
+        self._measured: dict[tuple[int, int], tuple[float, float]] = {}
 
     def read_status(self, stuck_after_s: float) -> list[WorkerStatus]:
         """Return what each worker is doing, by rank."""
@@ -37,18 +38,18 @@ class Observer:
 
     def read_usage(self) -> list[WorkerUsage]:
         """Return the resources that each worker's process uses, by rank, as far as they are known."""
-        now = self._roster.check_alive()
-        living = set(choose_alive({process.node_id for process in now.processes}, timeout_s=HEAD_S))
-        there = [one.process for one in now.members if one.process.node_id in living and one.failure is None]
+        now = self._core.check_alive()
+        living = set(choose_alive({one.node_id for one in now.members}, timeout_s=HEAD_S))
+        there = [one for one in now.members if one.node_id in living and one.lost is None]
         before, self._measured = self._measured, {}
         usage = []
-        for process, row in zip(there, ask_nodes(there, measure), strict=True):
+        for one, row in zip(there, ask_nodes(there, measure), strict=True):
             if row is not None:
-                seconds, since = before.get(process, (0.0, row["started_s"]))
-                self._measured[process] = row["cpu_s"], row["measured_s"]
+                seconds, since = before.get(one.key, (0.0, row["started_s"]))
+                self._measured[one.key] = row["cpu_s"], row["measured_s"]
                 percent = 100 * max(0.0, row["cpu_s"] - seconds) / max(row["measured_s"] - since, 1e-3)
                 sizes = row["rss_bytes"], row["gpu_memory_bytes"]
-                usage.append(WorkerUsage(process.rank, percent, *sizes, row["num_threads"]))
+                usage.append(WorkerUsage(one.rank, percent, *sizes, row["num_threads"]))
         return usage
 
     def find_stuck(self, timeout_s: float, *, dump_stacks: bool) -> list[StuckWorker]:
@@ -56,57 +57,45 @@ class Observer:
         statuses, stuck = self._look(check_seconds("timeout_s", timeout_s), dump=dump_stacks)
         return add_odd_ranks(stuck, {status.rank: status for status in statuses})
 
-    def find_causes(self, workers: Iterable[WorkerProcess], *, within_s: float) -> Mapping[int, WorkerFailure]:
-        """Ask all sources why workers were lost, so that the next call knows it; return the losses by rank."""
-        self._roster.note(self._roster.judge.ask(workers, look="all", within_s=within_s).values())
-        return self._roster.now.lost
-
     def _look(self, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:
-        # Take the snapshot before the requests: the next look reports a worker that is replaced during them.
-        now = self._roster.check_alive()
-        dead, judge = set(now.lost), self._roster.judge
-        asked = [
-            member.process for member in now.members if member.rank not in dead and member.rank not in now.restarting
-        ]
+        # Take the state before the requests: the next look reports a worker that is replaced during them.
+        now = self._core.check_alive()
+        asked = [one for one in now.members if one.lost is None and one.rank not in now.restarting]
         answers = ask_nodes(asked, look, stuck_after_s, dump)
-        ended = [None if row is None else bool(row["gone"]) for row in answers]
-        verdicts = {worker: judge.tell(worker, *found) for worker, found in weigh_answers(asked, ended).items()}
-        silent = [worker for worker, verdict in verdicts.items() if verdict.state == "unknown"]
-        verdicts.update(judge.ask(silent, look="head", within_s=HEAD_S))
-        lost = [worker for worker, verdict in verdicts.items() if verdict.is_lost]
-        dead |= {worker.rank for worker in lost}
+        rows: dict[int, Mapping[str, Any]] = {
+            one.rank: row for one, row in zip(asked, answers, strict=True) if row is not None and not row["gone"]
+        }
+        gone = [one for one, row in zip(asked, answers, strict=True) if row is not None and row["gone"]]
+        lost = {one: one.failure("killed", NOT_NOTICED) for one in gone}
+        if silent := [one for one, row in zip(asked, answers, strict=True) if row is None]:
+            with contextlib.suppress(HeadTimeoutError), head_deadline(HEAD_S):
+                lost |= look_at_head(silent)
         # The next call raises these losses, or restarts the workers, even if no call of the group has met them. A
         # change that is under way ends workers itself.
-        members = self._roster.now
-        if unexpected := [worker for worker in lost if not members[worker.rank].restarting]:
-            self.find_causes(unexpected, within_s=LOOK_S)
-        rows: dict[int, Mapping[str, Any]] = {
-            worker.rank: row
-            for worker, row in zip(asked, answers, strict=True)
-            if row is not None and worker.rank not in dead
-        }
+        present = self._core.now
+        if unexpected := {one: loss for one, loss in lost.items() if one.rank not in present.restarting}:
+            self._core.note(explain(self._core, unexpected, LOOK_S).items())
+        dead = {*now.lost, *(one.rank for one in lost)}
         states: dict[int, State] = {
-            member.rank: "restarting" if member.restarting else state_of(member.rank in dead, rows.get(member.rank, {}))
-            for member in now.members
+            one.rank: "restarting" if one.rank in now.restarting else state_of(one.rank in dead, rows.get(one.rank, {}))
+            for one in now.members
         }
         statuses = [
             WorkerStatus(
-                rank=member.rank,
-                name=member.place.name,
-                coords=dict(member.coords),
-                state=states[member.rank],
-                node_id=member.process.node_id,
-                pid=member.process.pid,
-                incarnation=member.incarnation,
-                restarts=member.restarts,
-                **{name: value for name, value in rows.get(member.rank, {}).items() if name in STATUS_FIELDS},
+                rank=one.rank,
+                name=one.place.name,
+                coords=dict(one.coords),
+                state=states[one.rank],
+                node_id=one.node_id,
+                pid=one.pid,
+                incarnation=one.incarnation,
+                restarts=one.restarts,
+                **{name: value for name, value in rows.get(one.rank, {}).items() if name in STATUS_FIELDS},
             )
-            for member in now.members
+            for one in now.members
         ]
-        self._roster.show_states(states, now)
-        return statuses, [
-            _stuck(process, rows[process.rank]) for process in now.processes if states[process.rank] == "stuck"
-        ]
+        self._core.show_states(states, now)
+        return statuses, [_stuck(one, rows[one.rank]) for one in now.members if states[one.rank] == "stuck"]
 
 
 class ObservedGroup:
@@ -165,7 +154,7 @@ class ObservedGroup:
         return self._observer.find_stuck(timeout_s, dump_stacks=dump_stacks)
 
 
-def _stuck(worker: WorkerProcess, row: Mapping[str, Any]) -> StuckWorker:
+def _stuck(worker: Member, row: Mapping[str, Any]) -> StuckWorker:
     shown = {name: row[name] for name in STUCK_FIELDS}
     where = find_innermost(row["stacks"])
     return StuckWorker(worker.rank, dict(worker.coords), worker.node_id, worker.pid, **shown, where=where)

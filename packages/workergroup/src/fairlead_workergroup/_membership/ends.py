@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of the workers of a group, in order, until all of their processes are gone."""
+"""The end of workers, in order, until all of their processes are gone."""
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -12,9 +11,9 @@ import ray
 from fairlead_placement import HeadTimeoutError
 from fairlead_placement.extension import choose_alive, collect, group_pairs, head_deadline, run_on_nodes, wait_until
 
+from .._model import Member
 from .._observe.head import actors_being_made, draining_nodes
-from .._ray_private import actor_id_of
-from .._remote.process import WORKER_GRACE_S, Process, end_trees
+from .._remote.process import WORKER_GRACE_S, end_trees
 from .._world import Deadline
 
 logger = logging.getLogger(__name__)
@@ -25,26 +24,10 @@ MADE_S = 5.0
 LOOK_EVERY_S = 0.2
 # How long the nodes wait for a worker that Ray does not end, and for children that do not end.
 GONE_S = 20.0
-# The time for a last request to the nodes once that is over.
+# The time for the end of workers when the deadline is about to pass.
 LAST_LOOK_S = 5.0
 # How long an answer may take on its way.
 ANSWERED_S = 2.0
-
-
-@dataclass(frozen=True)
-class RunningWorker:
-    """A worker that has to be ended, and what finds its process and the processes it has started."""
-
-    handle: Any = field(compare=False)
-    node_id: str
-    mark: str  # the prefix of its identity, as from `process.mark_of`
-    pid: int = 0  # until it has started
-    started: int = -1  # the start tick of the process
-
-    @property
-    def key(self) -> Process:
-        """Its pid and start tick."""
-        return self.pid, self.started
 
 
 def wait_for_cleanup(ranks: Mapping[Any, int], method: str, deadline: Deadline, is_forced: Callable[[], bool]) -> bool:
@@ -66,24 +49,26 @@ def wait_for_cleanup(ranks: Mapping[Any, int], method: str, deadline: Deadline, 
     return clean and not late
 
 
-def kill_and_wait(workers: Mapping[int, RunningWorker]) -> list[str]:
-    """End workers, given by rank, and all that they have started; log and return descriptions of what is left.
+def kill_and_wait(workers: Collection[Member], until: Deadline = Deadline()) -> list[str]:  # noqa: B008  frozen
+    """End workers and all that they have started; log and return descriptions of what is left.
 
     Rank 0 has the store of torch.distributed, so it is ended when the processes of the others are gone. If Ray's head
-    does not answer, functions on the nodes end the processes.
+    does not answer, functions on the nodes end the processes. It takes less time than is left, because other things are
+    returned after it, but `LAST_LOOK_S` in any case.
     """
-    others = [worker for rank, worker in sorted(workers.items(), reverse=True) if rank]
-    first = [worker for rank, worker in workers.items() if not rank]
+    deadline = time.monotonic() + max(LAST_LOOK_S, 0.8 * (until.left(at_most=2 * GONE_S) or 0.0))
+    others = [worker for worker in sorted(workers, key=lambda worker: -worker.rank) if worker.rank]
+    first = [worker for worker in workers if not worker.rank]
     by_ray = True
     try:
         try:
-            by_ray = _wait_until_created(workers.values())
+            by_ray = _wait_until_created(workers, deadline)
         finally:  # also after a second Ctrl-C
             _kill(others)
-        left = _wait(others, by_ray=by_ray)
+        left = _wait(others, deadline, by_ray=by_ray)
     finally:
         _kill(first)
-    left += _wait(first, by_ray=by_ray)
+    left += _wait(first, deadline, by_ray=by_ray)
     if not by_ray:
         left.append(f"{len(workers)} worker(s) whose end Ray's head has not confirmed, because it does not answer")
     if left:
@@ -91,33 +76,35 @@ def kill_and_wait(workers: Mapping[int, RunningWorker]) -> list[str]:
     return left
 
 
-def _kill(workers: Sequence[RunningWorker]) -> None:
+def _kill(workers: Sequence[Member]) -> None:
     for worker in workers:
         ray.kill(worker.handle)
 
 
-def _wait(workers: Sequence[RunningWorker], *, by_ray: bool) -> list[str]:
+def _wait(workers: Sequence[Member], until: float, *, by_ray: bool) -> list[str]:
     """Wait for the end of killed workers, end their processes, and return descriptions of those still alive."""
+    now = time.monotonic()
     if not by_ray:
-        return _end_trees(workers, time.monotonic() + LAST_LOOK_S, grace_s=0.0)
+        return _end_trees(workers, min(until, now + LAST_LOOK_S), grace_s=0.0)
     # A dead actor answers this at once with an error; nothing answers after a kill except that.
-    deadline = time.monotonic() + GONE_S
-    answers = collect({at: one.handle.__ray_ready__.remote for at, one in enumerate(workers)}, GONE_S)
+    deadline = min(until, now + GONE_S)
+    answers = collect({at: one.handle.__ray_ready__.remote for at, one in enumerate(workers)}, max(0.1, deadline - now))
     alive = [error for _, error in answers.values() if isinstance(error, ray.exceptions.GetTimeoutError)]
     left = _end_trees(workers, deadline, grace_s=WORKER_GRACE_S)
     return left if left or not alive else [f"{len(alive)} worker(s) that Ray has not ended within {GONE_S:g} s"]
 
 
-def _wait_until_created(workers: Iterable[RunningWorker]) -> bool:
+def _wait_until_created(workers: Collection[Member], until: float) -> bool:
     """Wait a moment for actors that Ray has not created yet; return whether Ray's head answers.
 
     If an actor is killed after Ray has leased a process for it and before it is created there, Ray (2.60) leaves the
     process behind. That process holds the slot, and the next worker in the slot waits for ever.
     """
-    ours = {actor_id_of(worker.handle) for worker in workers}
+    ours = {worker.actor_id for worker in workers}
+    within_s = min(MADE_S, max(0.1, until - time.monotonic()))
     try:
-        with head_deadline(MADE_S):
-            wait_until(lambda: not ours & actors_being_made(), time.monotonic() + MADE_S, longest_s=0.5)
+        with head_deadline(within_s):
+            wait_until(lambda: not ours & actors_being_made(), time.monotonic() + within_s, longest_s=0.5)
     except HeadTimeoutError as error:
         logger.warning("Workers are ended without Ray's head: %s", error)
         return False
@@ -134,18 +121,18 @@ def _draining_nodes() -> Collection[str]:
         return frozenset()
 
 
-def _end_trees(workers: Sequence[RunningWorker], deadline: float, *, grace_s: float) -> list[str]:
+def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) -> list[str]:
     """End the processes of workers on all nodes at once; return descriptions of those alive at the deadline."""
     by_node = group_pairs((worker.node_id, worker) for worker in workers)
     pause = 0.1
     while by_node:
         alive = set(choose_alive(by_node))
-        within_s = max(LAST_LOOK_S, deadline - time.monotonic())
+        within_s = max(0.5, deadline - time.monotonic())
         asks = {
             node_id: (
                 [worker.key for worker in there if worker.pid],
                 [worker.mark for worker in there],
-                within_s - ANSWERED_S,
+                max(0.1, within_s - ANSWERED_S),
                 grace_s,
             )
             for node_id, there in by_node.items()

@@ -7,7 +7,7 @@ import numpy as np
 
 from fairlead_sharding import NamedSharding
 
-from .._membership.model import Place
+from .._model import Place
 
 
 def find_elastic_axis(sharding: NamedSharding) -> str | None:

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Groups that change while they run: resizes along one axis."""

@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group without its public face: who is in it, and the sending of calls, which wait while the group changes."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+from fairlead_sharding import NamedSharding
+
+from .. import _world
+from .._model import GroupState, Member, Place, RestartPolicy, describe_place
+from .._start.worker_class import Described, Method
+from .._transport import replies
+from .._transport.replies import Request
+from .._world import Deadline, Event, wait_for_event
+from ..exceptions import CallTimeoutError, StaleGroupError, WorkerFailure, WorkerFailureError, WorkerGroupError
+
+CLUSTER_GONE = (
+    "The cluster of this group has been shut down, and its workers with it. Reserve the cluster again, and create a "
+    "new group on it."
+)
+BROKEN = (
+    "These ranks did not complete a resize, so no call is sent until the group is repaired: `restart_failed_workers()` "
+    "starts them again and runs on_resize on all workers once more, and so does another `resize`."
+)
+
+
+class PlannedCall(Protocol):
+    """A call that is ready to be sent, now or later."""
+
+    @property
+    def method(self) -> Method:
+        """The method, or the function in its place."""
+
+    @property
+    def called(self) -> Sequence[int]:
+        """The ranks that it reaches."""
+
+    @property
+    def began(self) -> float:
+        """When its caller made it."""
+
+    @property
+    def deadline(self) -> Deadline:
+        """The deadline of its results."""
+
+    @property
+    def sharding(self) -> NamedSharding | None:
+        """The axes that it was planned on; None if its ranks were given by number."""
+
+    @property
+    def is_hook(self) -> bool:
+        """Whether it belongs to the change of membership that is under way, and does not wait for it."""
+
+    @property
+    def replan(self) -> "Callable[[], PlannedCall] | None":
+        """What plans the same call on the present axes; None if its values fit one size of the group only."""
+
+    def requests_with(self, conditions: dict[str, Any]) -> Sequence[Request]:
+        """Return the request to each of the ranks, with more conditions of how it is run."""
+
+
+class Waitable(Protocol):
+    """A change that callers wait for."""
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Wait until it is over, and raise what it has raised; return whether it is over."""
+
+
+class Changing(Protocol):
+    """The owner of the changes of a group."""
+
+    def restart_lost(self) -> Waitable:
+        """Request the restart of lost workers."""
+
+    def runs_here(self) -> bool:
+        """Return whether the calling thread is the one that changes the group."""
+
+    def describe_running(self) -> str:
+        """Return what a call waits for; an empty text if nothing is under way."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """A call that has been sent, with a reply from each of its ranks."""
+
+    call: Any  # a `PlannedCall`
+    replies: list[Any]
+    epoch: int
+
+
+class Core:
+    """The members of a group, and its calls. `now` is replaced as a whole, and read without a lock.
+
+    `turn` protects the submission of one call to all of its workers, the calls that wait for the end of a change, and
+    the replacement of `now`. Whoever holds it never waits, makes no other request, and runs no code of the user. A
+    signal handler's own thread may hold it, so the end of a group begins without it.
+    """
+
+    is_owner: ClassVar[bool] = True  # whether this process has made the group
+
+    def __init__(
+        self,
+        name: str,
+        places: Sequence[Place],
+        sharding: NamedSharding,
+        *,
+        policy: RestartPolicy,
+        call_timeout_s: float | None = None,
+        memory_limit: int = 0,
+        remedy: str = "",
+    ) -> None:
+        self.name_prefix = name
+        self.policy = policy
+        self.call_timeout_s = call_timeout_s
+        self.memory_limit = memory_limit
+        self.described: Described  # set before the first call
+        self.changes: Changing | None = None  # set by the process that makes the group
+        self.checks: list[Callable[[str, Sequence[int]], None]] = []  # of packages; see `extension`
+        # By rank, changed in place by restarts; empty after the end. Users may hold both lists.
+        self.handles: list[Any] = []
+        self.worker_metadata: list[dict[str, Any]] = []
+        self.connection = _world.Connection(self)
+        self.ending: bool = False
+        self.now = GroupState(0, 0, sharding, tuple(Member(one, node_id=one.slot.node_id) for one in places))
+        self.turn = _world.current.lock()
+        self._remedy = remedy
+        self._by_actor: dict[str, Member] = {}  # with replaced incarnations, whose results may still be fetched
+        self._sending: int | None = None  # the thread that submits a call
+        self._change_ends: Event | None = None  # while calls wait for a change
+        # Calls of event loops, in order. While there are any, `_change_ends` is set, so that none overtakes them.
+        self._queued: deque[tuple[PlannedCall, Future[Sent]]] = deque()
+
+    def __repr__(self) -> str:
+        state = f"{len(self.now.members)} workers" if self.handles else "shut down"
+        return f"RayWorkerGroup({self.name_prefix!r}, {dict(self.now.sharding.shape)}, {state})"
+
+    # The members.
+
+    @property
+    def world_size(self) -> int:
+        """The number of members, for the picture of the cluster."""
+        return len(self.now.members)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the Ray that the group was made on is still the one of this process."""
+        return self.connection.is_open
+
+    def check_alive(self) -> GroupState:
+        """Return the state of a group that has not ended."""
+        now = self.now
+        if not self.handles:
+            raise self.ended_error()
+        self.connection.check()
+        return now
+
+    def check_goes_on(self) -> None:
+        """Raise if the group or its Ray ends, so that a change has to be given up."""
+        if self.ending:
+            raise self.ended_error()
+        self.connection.check()
+
+    def ended_error(self) -> WorkerGroupError:
+        """Return the error for the use of a group that has been shut down."""
+        return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
+
+    def find(self, actor_id: str) -> Member | None:
+        """Return the worker of an actor, also after its replacement; None for an actor of another group."""
+        return self._by_actor.get(actor_id)
+
+    def is_present(self, member: Member) -> bool:
+        """Return whether a worker has not been replaced, and its rank has not left."""
+        members = self.now.members
+        return member.rank < len(members) and members[member.rank].actor_id == member.actor_id
+
+    def is_lost(self, reply: Any) -> bool:
+        """Return whether the worker that makes a reply belonged to the group, and is dead or has been replaced."""
+        member = self.find(replies.actor_of(reply))
+        return member is not None and not (self.is_present(member) and self.now.members[member.rank].lost is None)
+
+    def commit(self, state: GroupState) -> GroupState:
+        """Begin an epoch with other members; the only way in which members are replaced."""
+        with self.turn:
+            if self.ending:
+                raise self.ended_error()
+            before = self.now
+            self.now = replace(state, version=before.version + 1)
+            new = {one.rank: one for one in state.members if one.actor_id not in self._by_actor}
+            self._by_actor.update((one.actor_id, one) for one in new.values())
+            self.handles[:] = [one.handle for one in state.members]
+            shown = {worker["global_rank"]: worker for worker in self.worker_metadata}
+            shown |= {rank: describe_place(one.place) for rank, one in new.items()}
+            self.worker_metadata[:] = [shown[rank] for rank in range(len(state.members))]
+            self._show_states()
+            return self.now
+
+    def note(
+        self, lost: Iterable[tuple[Member, WorkerFailure]], *, override: bool = False, breaks: bool = False
+    ) -> list[WorkerFailure]:
+        """Record losses of workers that have not been replaced; return the report that each has now.
+
+        Args:
+            lost: the workers, each with its report. The first report of a loss counts.
+            override: replace the reports, and take over the incarnations, because these ranks could not be restarted.
+            breaks: no call is sent until the group has been repaired.
+        """
+        with self.turn:
+            members, reports = list(self.now.members), []
+            for member, failure in lost:
+                now = self.now.departed.get(member.rank)
+                if self.is_present(member):
+                    now = members[member.rank]
+                    if override or now.lost is None:
+                        # What it counts may be more than now.
+                        now = members[member.rank] = replace(member if override else now, lost=failure)
+                is_same = now is not None and now.actor_id == member.actor_id
+                reports.append((now.lost if now is not None and is_same else None) or failure)
+            self.advance(members=tuple(members), phase="broken" if breaks else self.now.phase)
+            return reports
+
+    def advance(self, **changes: Any) -> None:
+        """Replace some fields of the state, and show it."""
+        with self.turn:
+            self.now = replace(self.now, version=self.now.version + 1, **changes)
+            self._show_states()
+
+    def show_states(self, states: Mapping[int, str], seen: GroupState) -> None:
+        """Show states that were observed from outside, except of workers that were replaced since `seen`."""
+        with self.turn:
+            for shown in self.worker_metadata:
+                rank = shown["global_rank"]
+                if rank in states and self.now[rank].actor_id == seen[rank].actor_id:
+                    shown["state"] = states[rank]
+
+    def _show_states(self) -> None:
+        for shown in self.worker_metadata:
+            state = self.now.state_of(shown["global_rank"])
+            if state != "alive" or shown["state"] in ("restarting", "dead"):
+                shown["state"] = state
+
+    def end(self) -> None:
+        """Record that the group has no workers any more."""
+        with self.turn:
+            self.ending = True
+            self.handles, self.worker_metadata = [], []
+            self.advance(phase="ended")
+
+    # Calls.
+
+    def renew(self, at_least: int = 0) -> None:
+        """Bring the members of another process's group up to date, to an epoch if one is given."""
+
+    def check_retries(self, retries: int) -> None:
+        """Refuse retries in a group that does not restart workers."""
+        if retries and not self.policy.on_failure:
+            raise ValueError(f"retries={retries} needs a group with restart=Restart(on_failure=True)")
+
+    def send(self, call: PlannedCall, until: Deadline | None = None) -> Sent:
+        """Restart lost workers if that is due, and send a call in its turn; the thread waits for both.
+
+        It waits until the deadline of the call, if no other moment is given.
+        """
+        until = call.deadline if until is None else until
+        while True:
+            outcome = self._try(call)
+            if isinstance(outcome, Sent):
+                return outcome
+            if isinstance(outcome, list):
+                assert self.changes is not None
+                # A restart may take longer than this call may wait, and runs to its end.
+                is_over = self.changes.restart_lost().wait(until)
+            else:
+                is_over = wait_for_event(outcome, until)
+            if not is_over:
+                raise self.unsent_error(call)
+
+    def send_or_queue(self, call: PlannedCall) -> "Sent | Future[Sent]":
+        """Send a call of an event loop; if it has to wait, return a future, and send it when the change has ended."""
+        later: Future[Sent] = Future()
+        with self.turn:
+            outcome = self._try(call)
+            if isinstance(outcome, Sent):
+                return outcome
+            self._queued.append((call, later))
+            self._change_ends = self._change_ends or _world.current.event()
+        if isinstance(outcome, list):
+            assert self.changes is not None
+            try:
+                self.changes.restart_lost()
+            except BaseException as error:
+                self.end_change(error)
+                raise
+        return later
+
+    def begin_change(self) -> None:
+        """Let no further call pass; one that is being submitted is submitted to its end."""
+        with self.turn:
+            self._change_ends = self._change_ends or _world.current.event()
+
+    def end_change(self, error: BaseException | None = None) -> bool:
+        """Send the calls that event loops have made in the meantime, and let others pass.
+
+        Args:
+            error: why the change has failed, for the calls that cannot be sent without it.
+
+        Returns:
+            Whether calls still wait, because they need a restart of lost workers.
+        """
+        settled: list[Callable[[], None]] = []
+        with self.turn:
+            ends, self._change_ends = self._change_ends, None
+            while self._queued:
+                call, later = self._queued.popleft()
+                if not later.running() and not later.set_running_or_notify_cancel():
+                    continue
+                try:
+                    if call.deadline.passed:
+                        raise self.unsent_error(call)
+                    outcome = self._submit(call)
+                except Exception as failure:  # noqa: BLE001  raised to the caller
+                    settled.append(partial(later.set_exception, failure))
+                    continue
+                if isinstance(outcome, Sent):
+                    settled.append(partial(later.set_result, outcome))
+                elif error is not None or self.ending:
+                    settled.append(partial(later.set_exception, error or self.ended_error()))
+                else:
+                    self._queued.appendleft((call, later))
+                    self._change_ends = _world.current.event()
+                    break
+        if ends is not None:
+            ends.set()
+        for settle in settled:  # without the lock, because what waits for them may act
+            settle()
+        return bool(self._queued)
+
+    def refuse_waiting(self) -> None:
+        """Wake all that wait, because the group ends; without the lock, which a handler's own thread may hold."""
+        ends, self._change_ends = self._change_ends, None
+        if ends is not None:
+            ends.set()
+        while self._queued:
+            _, later = self._queued.popleft()
+            if later.running() or later.set_running_or_notify_cancel():
+                later.set_exception(self.ended_error())
+
+    def wait_for_turn(self, deadline: Deadline) -> bool:
+        """Wait until every call that has begun to be sent is sent, and no change is under way; return if in time."""
+        while True:
+            with self.turn:
+                ends = self._change_ends
+            if ends is None:
+                return True
+            if not wait_for_event(ends, deadline):
+                return False
+
+    def _try(self, call: PlannedCall) -> "Sent | list[WorkerFailure] | Event":
+        """Send a call in its turn, or return the lost workers that it needs, or the event of the end of the change."""
+        me = _world.current.thread()
+        is_changing = self._change_ends is not None and not call.is_hook
+        if self._sending == me or (is_changing and self.changes is not None and self.changes.runs_here()):
+            raise WorkerGroupError(
+                "A signal handler or a finalizer made a call while its thread was sending another call of the same "
+                "group, or was changing the group. Set a flag in the handler, and make the call in the thread's own "
+                "code."
+            )
+        with self.turn:
+            if self._change_ends is not None and not call.is_hook:
+                return self._change_ends
+            try:
+                self._sending = me
+                return self._submit(call)
+            finally:
+                self._sending = None
+
+    def admit(self, call: PlannedCall) -> GroupState | list[WorkerFailure]:
+        """Return the members for a call that may be sent; or the lost workers that it has to wait for."""
+        now, called = self.now, call.called
+        if now.phase == "ended":
+            raise self.ended_error()
+        self.connection.check()
+        if call.sharding is not now.sharding and (call.sharding is not None or not now.has(called)):
+            raise StaleGroupError(
+                f"{call.method.name!r} was not sent: the group was resized {now.resizes[-1]}, after the call was made. "
+                "Make the call again.",
+                now.resizes[-1].epoch,
+            )
+        for check in () if call.is_hook else list(self.checks):
+            check(call.method.name, called)
+        if now.lost:
+            # The methods that a change runs wait for their own workers only.
+            lost = self.policy.blocking(now, called)
+            if blocking := [failure for failure in lost if not call.is_hook or failure.rank in called]:
+                if call.is_hook or not self.policy.on_failure:
+                    raise self.failure_error(blocking)
+                return blocking
+        return now
+
+    def _submit(self, call: PlannedCall) -> Sent | list[WorkerFailure]:
+        """Send a call, planned again if the size of the group has changed since; the caller holds `turn`."""
+        try:
+            now = self.admit(call)
+        except StaleGroupError:
+            if call.replan is None:
+                raise
+            call = call.replan()
+            now = self.admit(call)
+        if isinstance(now, list):
+            return now
+        conditions: dict[str, Any] = {} if self.is_owner else {"epoch": now.group_epoch}
+        handles = [now.members[rank].handle for rank in call.called]
+        return Sent(call, replies.submit(handles, call.requests_with(conditions)), now.group_epoch)
+
+    # Errors.
+
+    def failure_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError | StaleGroupError:
+        """Return the error that reports losses, with what its user can do about them."""
+        remedy = self._remedy or self.policy.remedy(self.now, [failure.rank for failure in lost])
+        if self.ending:
+            remedy = "The group has been shut down. Create a new group."
+        elif any(failure.kind == "shut-down" for failure in lost):
+            remedy = self._remedy or CLUSTER_GONE
+        elif self.now.is_broken and not self.policy.on_failure:
+            remedy = BROKEN
+        return WorkerFailureError(tuple(lost), remedy)
+
+    def unsent_error(self, call: PlannedCall) -> CallTimeoutError:
+        """Return the error of a call that could not be sent by its deadline."""
+        reason = "Other calls of this process were being sent, or a restart was about to begin. Make the call again."
+        if self.changes is not None:
+            reason = self.changes.describe_running() or reason
+        waited_s = _world.current.now() - call.began
+        return CallTimeoutError(call.method.name, waited_s, len(call.called), (), reason)
+
+
+_cores: weakref.WeakKeyDictionary[object, Core] = weakref.WeakKeyDictionary()
+
+
+def set_core(group: object, core: Core) -> None:
+    """Note the core of a group, which must not refer to the group."""
+    _cores[group] = core
+
+
+def find_core(group: object) -> Core:
+    """Return the core of a group."""
+    try:
+        return _cores[group]
+    except KeyError:
+        raise TypeError(f"This needs a RayWorkerGroup, got {group!r}") from None

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which workers are lost, and why: from the errors of their replies, their nodes, and Ray's tables.
+
+The cause is in this order that of the memory guard, of Ray's error, of what Ray's head or the node of the process says.
+While an error is made for a caller, nothing is asked of Ray's head, which may be silent.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import RayTaskError
+
+from fairlead_placement.extension import choose_alive, collect, head_deadline
+
+from .. import _world
+from .._model import Member
+from .._observe.head import dead_actors
+from .._observe.memory import find_killed
+from .._observe.query import ask_nodes
+from .._observe.remote_errors import explain_errors
+from .._ray_private import how_it_ended, is_known_dead, lost_with
+from .._remote.process import find_ended
+from .._transport import replies
+from .._world import NEVER, Deadline
+from ..exceptions import FailureKind, StaleGroupError, WorkerFailure
+from .core import Core
+
+_LOST = (
+    ray.exceptions.ActorDiedError,
+    ray.exceptions.ActorPlacementGroupRemoved,
+    ray.exceptions.ActorUnschedulableError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.OwnerDiedError,
+    ray.exceptions.TaskPlacementGroupRemoved,
+    ray.exceptions.WorkerCrashedError,
+)
+_NODE_LOST = (ray.exceptions.NodeDiedError, ray.exceptions.ActorUnschedulableError)
+_SHUT_DOWN = (
+    ray.exceptions.ActorPlacementGroupRemoved,
+    ray.exceptions.OwnerDiedError,
+    ray.exceptions.TaskPlacementGroupRemoved,
+)
+# An object can be lost while its worker is alive, and a worker be out of reach.
+_SILENT = (ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
+# While an error is made, nodes may take this long to say which processes have ended.
+ENDED_S = 1.0
+# How soon a process that has refused a request is looked at again.
+REFUSED_EVERY_S = 0.1
+# Once a worker is known to be dead, the errors of others that have died with it are waited for until none has come for
+# this long. Ray reports three deaths within about 20 ms, and within more than 0.1 s if all CPUs are taken.
+TOGETHER_S = 0.15
+# A node that does not answer in this time is not waited for. A very busy one answers in seconds.
+LOOK_S = 5.0
+# Ray reports the cause of a death that it knows at once, and may take the second time to notice one.
+CAUSE_S = 10.0
+NOTICED_S = 2.0
+NO_CAUSE = "Ray reports that it is dead, and has not reported the cause in time"
+NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it forked may hold its connections"
+NODE_LOST = "its node is lost"
+
+Losses = dict[Member, WorkerFailure]
+
+
+def read_loss(member: Member, error: BaseException | None) -> WorkerFailure | None:
+    """Return the loss of which the error of a request to a worker tells; None if it tells of none."""
+    # An error that a method met, such as the death of a child, is a RayTaskError too: that worker is alive.
+    if error is None or isinstance(error, RayTaskError) or not isinstance(error, _LOST):
+        return None
+    code, signal = how_it_ended(error)
+    kind: FailureKind = "killed" if code is None else "exited"
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        kind = "out-of-memory"
+    elif getattr(error, "preempted", False):
+        kind = "preempted"
+    elif isinstance(error, _NODE_LOST) or lost_with(error) == "node":
+        kind = "node-lost"
+    elif isinstance(error, _SHUT_DOWN) or lost_with(error) == "owner":
+        kind = "shut-down"
+    cause = " ".join(str(error).split("\n\t")[0].split())
+    return replace(member.failure(kind, cause), exit_code=code, signal=signal)
+
+
+def find_losses(
+    core: Core,
+    errors: Mapping[Member, BaseException],
+    *,
+    silent: Iterable[Member] = (),
+    within_s: float = ENDED_S,
+) -> Losses:
+    """Return the workers that are lost, given the errors of their replies.
+
+    If the errors tell of no death, nodes are asked which processes have ended: of workers that have refused a request,
+    and of the `silent` ones, which have not replied. A process that exits refuses requests before it has ended, so it
+    is looked at until it has, for `within_s` at most.
+    """
+    lost = {member: loss for member, error in errors.items() if (loss := read_loss(member, error)) is not None}
+    if lost:
+        return _ask_guards(core, lost, within_s)
+    refused = [
+        one for one, error in errors.items() if isinstance(error, _SILENT) and not isinstance(error, RayTaskError)
+    ]
+    until = _world.current.now() + within_s
+    if starting := [one for one in refused if not one.pid]:  # no node knows their processes
+        lost = _ask_actors(core, starting, within_s)
+    asked = [*(one for one in refused if one.pid), *(one for one in silent if one not in errors)]
+    unknown: Losses = {}
+    while asked and (left := until - _world.current.now()) > 0:
+        unknown |= {one: one.failure("killed", NOT_NOTICED) for one in _look_at_nodes(asked, left)}
+        asked = [one for one in refused if one.pid and one not in unknown]
+        if unknown or not asked:
+            break
+        _world.current.event().wait(min(REFUSED_EVERY_S, left))
+    return lost | explain(core, unknown, until - _world.current.now())
+
+
+def explain(core: Core, lost: Mapping[Member, WorkerFailure], within_s: float) -> Losses:
+    """Return the causes of losses that the actors and the memory guards know, in place of the given ones."""
+    found: Losses = dict(lost)
+    if lost and within_s > 0:
+        found |= _ask_actors(core, lost, within_s)
+    return _ask_guards(core, found, within_s)
+
+
+def find_lost(core: Core, members: Iterable[Member], within_s: float) -> Losses:
+    """Return the workers among living ones that are dead now, also those that no call has met.
+
+    Raises:
+        HeadTimeoutError: Ray's head did not answer.
+    """
+    living = [one for one in members if one.lost is None]
+    with head_deadline(within_s):
+        noticed = look_at_head(living)
+    ended = _look_at_nodes([one for one in living if one not in noticed], min(within_s, LOOK_S))
+    dead = {one: loss for one, loss in noticed.items() if loss.kind == "killed"}
+    # Of those, Ray may notice the death soon.
+    others = {one: loss for one, loss in noticed.items() if one not in dead}
+    others |= {one: one.failure("killed", NOT_NOTICED) for one in ended}
+    found = explain(core, dead, within_s) | explain(core, others, min(within_s, NOTICED_S))
+    on_lost_nodes = [one for one, loss in noticed.items() if loss.kind == "node-lost" and found[one].kind == "killed"]
+    return found | {one: replace(found[one], kind="node-lost") for one in on_lost_nodes}
+
+
+def look_at_head(members: Collection[Member]) -> Losses:
+    """Return the workers that Ray's head knows to be dead, or whose nodes it knows to be lost, without causes.
+
+    Raises:
+        HeadTimeoutError: Ray's head did not answer.
+    """
+    dead = dead_actors()  # all actors of the job that have ever died
+    alive = set(choose_alive({one.node_id for one in members if one.node_id}))
+    lost = {one: one.failure("node-lost", NODE_LOST) for one in members if one.node_id and one.node_id not in alive}
+    return {one: one.failure("killed", NO_CAUSE) for one in members if one.actor_id in dead} | lost
+
+
+def note_known_dead(core: Core, ranks: Iterable[int], is_used: Any) -> None:
+    """Record the deaths that this process knows of and the group does not, so that the next call raises them.
+
+    So it is when a user's `ray.get` of futures of an actor has met a death: nobody has told the group. A restart that
+    is under way ends workers itself.
+    """
+    now = core.check_alive()
+    dead = {
+        member: member.failure("killed", NO_CAUSE)
+        for rank in ranks
+        if (member := now.members[rank] if now.has([rank]) else None) is not None
+        and member.lost is None
+        and rank not in now.restarting
+        and is_known_dead(member.handle)
+        and is_used(member.actor_id)
+    }
+    if dead:
+        core.note(explain(core, dead, LOOK_S).items())
+
+
+def diagnose(
+    refs: Sequence[ObjectRef[Any]],
+    first: BaseException,
+    core: Core | None,
+    method: str = "",
+    deadline: Deadline = NEVER,
+) -> BaseException:
+    """Return the exception to raise for a fetch that failed: the loss of workers, all that are lost, or a worker's own.
+
+    It sends no request to Ray's head.
+    """
+    if isinstance(first, ray.exceptions.RayError):
+        first.__traceback__ = None  # Ray's frames and ours: the traceback in the worker is in the text
+        first.__suppress_context__ = True  # the error of another worker, with a traceback of its own
+    if core is None or not refs:
+        return first
+    failed, pending = _find_errors(refs, core)
+    known, until = 0, NEVER
+    while pending and (count := sum(read_loss(*one) is not None for one in failed.items())) and not until.passed:
+        if count > known:
+            known, until = count, Deadline.after(TOGETHER_S)
+        replies.wait(replies.wait(refs)[1], until.left(), first=True)
+        failed, pending = _find_errors(refs, core)
+    # When a worker dies, the workers that communicate with it fail too, and their errors may arrive before Ray knows.
+    # Otherwise it is the transfer of a value that has failed, and says nothing about those that have not finished.
+    silent = pending if isinstance(first, RayTaskError) else ()
+    lost = find_losses(core, failed, silent=silent, within_s=deadline.left(at_most=ENDED_S) or 0.0)
+    if lost:
+        failure = core.failure_error(core.note(sorted(lost.items(), key=lambda one: one[0].rank)))
+        if isinstance(failure, StaleGroupError):  # the call was sent, so that any of them may have run it
+            called = (core.find(replies.actor_of(ref)) for ref in refs)
+            failure = replace(failure, ran=tuple(sorted({one.rank for one in called if one is not None})))
+        failure.__cause__ = next(iter(failed.values()), first)
+        return failure
+    return explain_errors(failed, method) if failed else first
+
+
+def _find_errors(refs: Sequence[ObjectRef[Any]], core: Core) -> tuple[dict[Member, BaseException], list[Member]]:
+    """Return the errors of the workers that have failed, by rank, and the workers that have not finished."""
+    done, pending = replies.wait(refs)
+    failed: dict[Member, BaseException] = {}
+    for ref in done:
+        member, error = core.find(replies.actor_of(ref)), replies.error_of(ref)
+        if member is not None and error is not None:
+            failed.setdefault(member, error)
+    others = (core.find(replies.actor_of(ref)) for ref in pending)
+    return dict(sorted(failed.items(), key=lambda one: one[0].rank)), [one for one in others if one is not None]
+
+
+def _look_at_nodes(members: Iterable[Member], within_s: float) -> list[Member]:
+    """Return the workers whose processes have ended, from one request to each node; Ray may not know that yet."""
+    started = [one for one in members if one.pid]
+    ended = ask_nodes(started, find_ended, within_s=within_s, asks_head=False)
+    return [one for one, has_ended in zip(started, ended, strict=True) if has_ended]
+
+
+def _ask_actors(core: Core, members: Iterable[Member], within_s: float) -> Losses:
+    """Send a request to each actor, whose error names the cause if Ray knows that the actor is dead."""
+    if core.now.phase == "ended":
+        return {}
+    sends = {one: one.handle.__ray_ready__.remote for one in members if one.handle is not None}
+    try:
+        answers = collect(sends, min(within_s, CAUSE_S))
+    except ray.exceptions.RaySystemError:
+        return {}  # another thread has shut Ray down, and nobody is left to ask
+    return {one: loss for one, (_, error) in answers.items() if (loss := read_loss(one, error)) is not None}
+
+
+def _ask_guards(core: Core, lost: Losses, within_s: float) -> Losses:
+    """Return losses with the kind and the cause of those that the memory guards of the nodes have ended."""
+    killed = [one for one, loss in lost.items() if loss.kind == "killed"]
+    if not core.memory_limit or not killed:
+        return lost
+    causes = find_killed(killed, within_s)
+    return lost | {one: one.failure("out-of-memory", cause) for one, cause in causes.items()}

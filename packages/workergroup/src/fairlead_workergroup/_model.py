@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that say who is in a group: places, members, and the state of the group at one moment. Pure."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from fairlead_placement import Slot
+from fairlead_sharding import NamedSharding
+
+from .exceptions import MOST_SHOWN, FailureKind, WorkerFailure, format_coords
+
+Phase = Literal["starting", "serving", "broken", "ended"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of one rank.
+
+    Attributes:
+        rank: the rank of the worker.
+        slot: the slot that it runs in.
+        name: the name of the worker.
+        tied_group: the number of its tied group (workers that share one model copy).
+        tied_rank: its number in the tied group.
+        tied_bundles: `(node_idx, [bundle indices])` of its tied group.
+        node_rank: the number of its physical node among the nodes of the group, in the order of the ranks.
+        local_rank: its number among the group's workers on that node.
+        local_world_size: the number of the group's workers on that node.
+        coords: its coordinates, by axis.
+    """
+
+    rank: int
+    slot: Slot
+    name: str
+    tied_group: int
+    tied_rank: int
+    tied_bundles: tuple[int, list[int]]
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+    coords: Mapping[str, int] = field(default_factory=dict)
+
+
+def configure_ask(place: Place, num_gpus_per_node: int | None) -> dict[str, Any]:
+    """Return the arguments of the class's `configure_worker` for this worker."""
+    return {
+        "num_gpus": place.slot.worker_resources.get("GPU", 0),
+        # Only the first worker of a tied group gets its bundles.
+        "bundle_indices": place.tied_bundles if place.tied_rank == 0 else None,
+        "num_gpus_per_node": place.local_world_size if num_gpus_per_node is None else num_gpus_per_node,
+    }
+
+
+def describe_place(place: Place) -> dict[str, Any]:
+    """Return the worker's entry in `worker_metadata`."""
+    return {
+        "node_idx": place.slot.node_idx,
+        "local_rank": place.tied_rank,
+        "global_rank": place.rank,
+        "name": place.name,
+        "bundle_indices": place.tied_bundles if place.tied_rank == 0 else None,
+        "dp_shard_idx": place.tied_group,
+        "bundle_index": place.slot.bundle_index,
+        "node_id": place.slot.node_id,
+        "state": "alive",
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One incarnation of one rank: the worker that it is, or was, or is about to be.
+
+    Attributes:
+        place: its rank, name, coordinates and slot.
+        incarnation: how often the rank has been started before, including failed attempts.
+        restarts: the number of these starts that count against `max_restarts`.
+        handle: its actor; None before it has started.
+        actor_id: Ray's id of the actor; empty before it has started.
+        actor_name: the name of the actor, under which other processes find it.
+        mark: finds its process and those that it starts, also before it has reported its pid.
+        node_id: Ray's id of the node of its process.
+        pid: its process; 0 before it has started.
+        started: the tick that the process started at; -1 before it has started.
+        log: the path of its log file on its node; empty if that is unknown.
+        lost: the report of its loss; None while it lives.
+    """
+
+    place: Place
+    incarnation: int = 0
+    restarts: int = 0
+    handle: Any = None
+    actor_id: str = ""
+    actor_name: str = ""
+    mark: str = ""
+    node_id: str = ""
+    pid: int = 0
+    started: int = -1
+    log: str = ""
+    lost: WorkerFailure | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other is the same incarnation of the same rank, at any moment."""
+        return isinstance(other, Member) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        return self.place.rank, self.incarnation, self.actor_id, self.pid
+
+    @property
+    def rank(self) -> int:
+        """The number of the worker in the group."""
+        return self.place.rank
+
+    @property
+    def coords(self) -> Mapping[str, int]:
+        """The coordinates of the worker, by axis."""
+        return self.place.coords
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The pid and the start tick: a pid alone may belong to another process by now."""
+        return self.pid, self.started
+
+    def failure(self, kind: FailureKind, cause: str) -> WorkerFailure:
+        """Return the report of the loss of this worker."""
+        return WorkerFailure(self.rank, kind, dict(self.coords), self.node_id, self.pid, cause, log=self.log)
+
+    def __str__(self) -> str:
+        pid = f", pid {self.pid}" if self.pid else ""
+        node = f"{self.node_id[:8]} ({self.place.slot.node_ip})"
+        return f"rank {self.rank}{format_coords(self.coords)} on node {node}{pid}"
+
+
+@dataclass(frozen=True)
+class Resize:
+    """A change of the size of one axis.
+
+    Attributes:
+        epoch: the epoch of the group that it began.
+        axis: the axis.
+        before: its size before.
+        after: its size since then.
+    """
+
+    epoch: int
+    axis: str
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        return f"from {self.axis}={self.before} to {self.axis}={self.after} in epoch {self.epoch}"
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """All members of a group at one moment: one consistent state that never changes.
+
+    Attributes:
+        version: the number of transitions before it.
+        group_epoch: the number of changes of membership before it: restarts and resizes. Every call runs in one epoch:
+            no worker sees it with the facts of another one.
+        sharding: the axes over the ranks.
+        members: the members by rank.
+        phase: "starting", "serving", "broken" (a resize failed after it had begun to change the workers, and nothing
+            has repaired that), or "ended".
+        restarting: the ranks that are being restarted, in ascending order.
+        departed: the last member of each rank that the group does not have any more.
+        resizes: the resizes so far.
+        variables: the environment variables that describe each rank, by rank; empty in processes that have not made
+            the group.
+        master: the address and the port of the store of the workers' process group.
+        restarts: the number of restarts of the whole group that count against `max_restarts`.
+    """
+
+    version: int
+    group_epoch: int
+    sharding: NamedSharding
+    members: tuple[Member, ...]
+    phase: Phase = "starting"
+    restarting: tuple[int, ...] = ()
+    departed: Mapping[int, Member] = field(default_factory=dict)
+    resizes: tuple[Resize, ...] = ()
+    variables: tuple[Mapping[str, str], ...] = ()
+    master: tuple[str, int] = ("", 0)
+    restarts: int = 0
+
+    def __getitem__(self, rank: int) -> Member:
+        """Return the member of a rank, also of one that has left."""
+        return self.members[rank] if rank < len(self.members) else self.departed[rank]
+
+    def has(self, ranks: Iterable[int]) -> bool:
+        """Return whether all of these ranks are in the group now."""
+        return max(ranks, default=-1) < len(self.members)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no call is sent until a restart or a resize has repaired the group."""
+        return self.phase == "broken"
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The place of each member, by rank."""
+        return tuple(member.place for member in self.members)
+
+    @cached_property
+    def lost(self) -> Mapping[int, WorkerFailure]:
+        """The report of each lost member, by ascending rank."""
+        return {member.rank: member.lost for member in self.members if member.lost is not None}
+
+    def rank_env(self, rank: int) -> Mapping[str, str]:
+        """Return the environment variables that describe a rank, such as LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
+        return self.variables[rank]
+
+    def facts(self, rank: int) -> dict[str, Any]:
+        """Return the facts about a rank in this epoch, as the worker publishes them."""
+        member = self.members[rank]
+        return {
+            "rank": rank,
+            "epoch": self.group_epoch,
+            "incarnation": member.incarnation,
+            "world_size": len(self.members),
+            "name": member.place.name,
+            "coords": dict(member.coords),
+            "env": dict(self.variables[rank]),
+        }
+
+    def facts_since(self, before: "GroupState", rank: int) -> dict[str, Any]:
+        """Return the facts about a rank that differ from those of an earlier epoch."""
+        old, new = before.facts(rank), self.facts(rank)
+        changed = {name: value for name, value in new.items() if value != old[name]}
+        if "env" in changed:
+            changed["env"] = {name: value for name, value in new["env"].items() if old["env"].get(name) != value}
+        return changed
+
+    def state_of(self, rank: int) -> str:
+        """Return the state of a rank as the group knows it: "restarting", "dead" or "alive"."""
+        if rank in self.restarting:
+            return "restarting"
+        return "alive" if self.members[rank].lost is None else "dead"
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When workers are restarted."""
+
+    on_failure: bool = False  # whether calls that need a lost worker restart it
+    max_restarts: int = 0  # of each rank, or of the group with scope "group"
+    scope: str = "worker"  # or "group" for all workers together
+
+    @property
+    def restarts_all(self) -> bool:
+        """Whether all workers are restarted together."""
+        return self.scope == "group"
+
+    def blocking(self, now: GroupState, called: Collection[int]) -> list[WorkerFailure]:
+        """Return the lost workers that a call has to wait for: those it calls, or all if they restart together."""
+        together = now.is_broken or (self.on_failure and self.restarts_all)
+        return [failure for failure in now.lost.values() if together or failure.rank in called]
+
+    def explain_limit(self, now: GroupState, ranks: Iterable[int]) -> str:
+        """Return why these ranks cannot be restarted any more; an empty text if they can."""
+        limit = self.max_restarts
+        if self.restarts_all:
+            at_limit = [] if now.restarts < limit else ["the group"]
+        else:
+            at_limit = [f"rank {rank}" for rank in ranks if now[rank].restarts >= limit]
+        if not at_limit:
+            return ""
+        return (
+            f"{', '.join(at_limit)} has been restarted max_restarts={limit} times, which is the limit. Look at the "
+            "logs of these workers, then create a new group, with a larger max_restarts if such losses are expected."
+        )
+
+    def remedy(self, now: GroupState, ranks: Sequence[int]) -> str:
+        """Return what a user can do about these lost ranks; an empty text for the default advice."""
+        if reason := self.explain_limit(now, ranks):
+            return reason
+        if not self.on_failure:
+            return ""
+        if self.restarts_all:
+            return "The next call restarts the whole group first, whichever ranks it calls. Repeat this call."
+        shown = ", ".join(map(str, ranks[:MOST_SHOWN])) + (", ..." if len(ranks) > MOST_SHOWN else "")
+        return (
+            f"The next call that reaches rank(s) {shown} starts them again. Repeat this call. "
+            "`restart_failed_workers()` starts them at once."
+        )
