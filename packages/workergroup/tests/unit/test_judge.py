@@ -13,6 +13,7 @@ import fairlead_workergroup
 from fairlead_placement import HeadTimeoutError
 from fairlead_workergroup._membership.judge import Evidence, Judge, decide
 from fairlead_workergroup._observe import evidence as witnesses
+from fairlead_workergroup._observe import query
 from fairlead_workergroup._observe.evidence import RayWitnesses, check_head, evidence_of, judge_errors
 from fairlead_workergroup.extension import WorkerProcess
 
@@ -218,6 +219,21 @@ def test_workers_that_have_not_replied(monkeypatch):
         judge = Judge(RayWitnesses(lambda worker: None))
         lost = judge_errors(judge, {WORKER: own}, silent=[OTHER], within_s=1.0)
         assert ([verdict.worker for verdict in lost], asked) == (found, others)
+
+
+@pytest.mark.parametrize("left_s", [0.0, 1.0])
+def test_silent_node_with_a_verdict(monkeypatch, left_s):
+    """A call whose worker has died with a memory limit does not wait for a silent node a second past its deadline."""
+    waited = []
+
+    def run_on_nodes(function, asks, *, timeout_s):
+        waited.append(timeout_s)
+        return {node_id: TimeoutError("no answer") for node_id in asks}
+
+    monkeypatch.setattr(query, "run_on_nodes", run_on_nodes)
+    lost = judge_errors(Judge(RayWitnesses(lambda worker: None, memory_limit=True)), {WORKER: DEAD}, within_s=left_s)
+    assert [verdict.kind for verdict in lost] == ["killed"]
+    assert 0.5 <= sum(waited) < left_s + 1
 
 
 def test_one_module_reads_deaths():
