@@ -88,6 +88,20 @@ def test_reused_pid(parent, tmp_path):
     assert find_running(pids := [pid, *read_pids(tmp_path).values()]) == pids
 
 
+def test_reused_group(tmp_path):
+    """A program that got the pid of an ended worker has ended too: what it has left in its group is not touched."""
+    script = f"sleep 281 & echo $! > {tmp_path}/pid"
+    program = subprocess.Popen(["sh", "-c", script], start_new_session=True)
+    program.wait()
+    left = int((tmp_path / "pid").read_text())
+    try:
+        assert os.getpgid(left) == program.pid
+        assert process.end_trees([(program.pid, process.start_tick(left) - 1)], ["none-"], 20) == []
+        assert find_running([left]) == [left]
+    finally:
+        os.kill(left, signal.SIGKILL)
+
+
 def test_survivors(parent, tmp_path, monkeypatch):
     """Processes that do not end are returned."""
     end_parent(parent)
