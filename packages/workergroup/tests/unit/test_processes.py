@@ -180,6 +180,16 @@ def test_memory_of_children(tmp_path, eventually):
     assert eventually(lambda: not find_running([child]))
 
 
+@pytest.mark.parametrize("limit", [0, 150 * MB])
+def test_reaper_that_does_not_start(monkeypatch, limit):
+    """A worker with a limit does not start without its reaper, others warn; no file stays open (seam: the shell)."""
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2))
+    with pytest.raises(OSError, match="memory_limit") if limit else pytest.warns(UserWarning, match="No reaper"):
+        reaper.start_reaper("group-0-1", limit)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_no_verdict(tmp_path, eventually):
     """A worker within its limit that ends otherwise leaves no verdict."""
     worker, _ = start_worker(lambda: None, 10_000 * MB, str(tmp_path / "verdict"))
