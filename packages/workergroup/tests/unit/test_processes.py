@@ -190,6 +190,20 @@ def test_reaper_that_does_not_start(monkeypatch, limit):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_descendants_beside_a_thread_that_ends(monkeypatch):
+    """A thread that ends during the search does not hide what others have started (seam: the list of threads)."""
+    me, listed = (os.getpid(), process.start_tick(os.getpid())), os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: ["0", *listed(folder)])
+    child = fork()
+    if not child:
+        signal.pause()
+    try:
+        assert (child, process.start_tick(child)) in process.find_descendants(me)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_no_verdict(tmp_path, eventually):
     """A worker within its limit that ends otherwise leaves no verdict."""
     worker, _ = start_worker(lambda: None, 10_000 * MB, str(tmp_path / "verdict"))

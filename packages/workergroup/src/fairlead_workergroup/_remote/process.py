@@ -150,10 +150,12 @@ def find_descendants(worker: Process) -> list[Process]:
     tree, left = [worker], [worker[0]]
     while left:
         folder = f"/proc/{left.pop()}/task"
+        threads: list[str] = []
         with contextlib.suppress(OSError):  # it has just ended
-            for thread in os.listdir(folder):
-                with open(f"{folder}/{thread}/children") as file:
-                    children = [int(pid) for pid in file.read().split()]
+            threads = os.listdir(folder)
+        for thread in threads:
+            with contextlib.suppress(OSError), open(f"{folder}/{thread}/children") as file:  # so has this thread
+                children = [int(pid) for pid in file.read().split()]
                 tree += [(pid, start_tick(pid)) for pid in children]
                 left += children
     return tree
