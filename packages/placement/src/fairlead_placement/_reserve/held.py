@@ -166,11 +166,12 @@ class Holding:
     def read_usage(self, node_ids: Sequence[str]) -> tuple[NodeUsage, ...]:
         """Return the memory of nodes, whose agents go on sampling it if the cluster monitors memory."""
         check, watcher = functools.partial(self._check, self._shutdowns), self.held.watcher if self.held else None
-        usage = read_usage(node_ids, watcher)
         try:
-            check()  # a shutdown may not have seen the agents that this has created
-        except PlacementError:
-            if watcher is not None:
+            usage = read_usage(node_ids, watcher)
+            check()
+        except BaseException:
+            # A shutdown may not have seen the agents that this has created.
+            if watcher is not None and (self.held is None or self.held.watcher != watcher):
                 unwatch(node_ids, watcher)
             raise
         return usage
