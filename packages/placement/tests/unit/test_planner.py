@@ -218,6 +218,7 @@ def in_domains(**domains):
         ([4, 4], 2, {"a": [4], "b": [4, 4], "none": [4, 4]}, ["b0", "b1"]),
         ([4, 4], 2, {"a": [4, 3, 4]}, ["a0", "a2"]),
         ([4, 4], 2, {"a": [4], "b": [4]}, None),
+        ([4, 4], 2, {"unknown": [4, 4]}, None),
         ([1, 1], 2, {"a": [8]}, None),
         ([4, 4], 1, {"a": [4], "b": [4]}, ["a0", "b0"]),
         # The first group would fit a, but the second one fits nowhere else.

@@ -429,6 +429,28 @@ def test_strangers():
         connection.close()
 
 
+def test_no_thread_for_a_member(monkeypatch, eventually):
+    """A listener that can start no thread for a moment turns a member away, who comes again (seam: start)."""
+    listening, members, refused, start = listen("127.0.0.1"), [], [], threading.Thread.start
+
+    def refuse_first(thread):
+        if thread.name == "fairlead-transfer" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_first)
+    listener = Listener(listening, SECRET, lambda caller, connection: members.append((caller, connection)))
+    try:
+        with join(listening.getsockname(), SECRET, (7, 3), time.monotonic() + 10, lambda connection: None):
+            assert eventually(lambda: [caller for caller, _ in members] == [(7, 3)])
+        assert len(refused) == 1
+    finally:
+        listener.close()
+        for _, connection in members:
+            connection.close()
+
+
 def test_relayed_proof():
     """A stranger that relays a member's connection to the listener at another address learns nothing."""
     listening, relaying, members = listen("127.0.0.1"), listen("127.0.0.1"), []

@@ -10,6 +10,7 @@ from fairlead_placement import HeadTimeoutError
 from fairlead_workergroup._membership import losses
 from fairlead_workergroup._membership.losses import find_losses, find_lost, read_loss
 from fairlead_workergroup._model import Member, Place
+from fairlead_workergroup._observe import query
 
 
 def make_member(rank, node_id="node"):
@@ -97,6 +98,21 @@ def test_memory_guard(monkeypatch):
     known = Known(monkeypatch, killed={FIRST: "it held 5 bytes"})
     (loss,) = find_losses(known.core, {FIRST: DIED}).values()
     assert (loss.kind, loss.cause) == ("out-of-memory", "it held 5 bytes")
+
+
+@pytest.mark.parametrize("left_s", [0.0, 1.0])
+def test_silent_node_with_a_verdict(monkeypatch, left_s):
+    """A call whose worker has died with a memory limit does not wait for a silent node a second past its deadline."""
+    waited = []
+
+    def run_on_nodes(function, asks, *, timeout_s):
+        waited.append(timeout_s)
+        return {node_id: TimeoutError("no answer") for node_id in asks}
+
+    monkeypatch.setattr(query, "run_on_nodes", run_on_nodes)
+    (loss,) = find_losses(SimpleNamespace(memory_limit=1), {FIRST: DIED}, within_s=left_s).values()
+    assert loss.kind == "killed"
+    assert 0.5 <= sum(waited) < left_s + 1
 
 
 def test_dead_workers_that_no_call_has_met(monkeypatch):

@@ -22,7 +22,7 @@ from .._model import group_pairs
 from .._ray_private import actor_id_of, block_shutdown, collect, connection, create_actor
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process
-from .background import run_in_thread
+from .background import Job, run_in_thread
 from .functions import explain_failure
 from .head import ask_head, head_deadline, refuse_client
 
@@ -151,8 +151,10 @@ def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> dict[s
     try:
         answers = ask_present("release", requests, timeout_s=timeout_s)
     finally:
-        for node_id, agent in agents.items():
-            _leave(agent, names[node_id])
+        ending = [job for node_id, agent in agents.items() if (job := _leave(agent, names[node_id])) is not None]
+        until = time.monotonic() + KILL_S
+        for job in ending:
+            job.over.wait(max(0.0, until - time.monotonic()))
     # One that held nothing else has been ended, and with it what it held.
     left = nodes_with()
     late = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception) and node_id in left}
@@ -280,17 +282,16 @@ def _note(agent: _Agent, names: Collection[str], on_loss: OnLoss | None) -> bool
         return not held or _agents.get(agent.node_id) is agent
 
 
-def _leave(agent: _Agent, names: Collection[str]) -> None:
-    """Note that an agent does not hold names any more, and end it, once it is created, if it holds nothing else."""
+def _leave(agent: _Agent, names: Collection[str]) -> Job[None] | None:
+    """Note that an agent does not hold names any more; if it holds nothing else, end it, and return the job of that."""
     with _lock:
         for name in names:
             agent.holds.pop(name, None)
         if agent.holds or _agents.get(agent.node_id) is not agent or agent.handle is None:
-            return
+            return None
         del _agents[agent.node_id]
         handles, agent.handle = [agent.handle], None
-    if agent.on is connection():
-        run_in_thread(_kill, handles, agent.is_known).over.wait(KILL_S)
+    return run_in_thread(_kill, handles, agent.is_known) if agent.on is connection() else None
 
 
 def _send(

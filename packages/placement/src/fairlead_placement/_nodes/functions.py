@@ -20,7 +20,7 @@ from .head import ask_head, head_deadline, refuse_client
 _T = TypeVar("_T")
 # Of a task, which is never repeated.
 OPTIONS = {"num_cpus": 0, "max_retries": 0}
-# A machine with 10,000 processes has listed its raylets by then.
+# A machine with 10,000 processes has listed its raylets by then. A search takes half of the time of its caller at most.
 FIND_S = 1.0
 # Whether this process sees the processes of a node, by its id, and the connection for which that is known.
 _seen: tuple[object | None, dict[str, bool]] = (None, {})
@@ -44,7 +44,7 @@ def run_on_nodes(
         By node id, what the function returned there, or the exception with which it failed, which is not raised.
     """
     deadline = time.monotonic() + timeout_s
-    here = find_here(arguments)
+    here = find_here(arguments, within_s=min(FIND_S, timeout_s / 2))
     jobs = {node_id: run_in_thread(function, *args) for node_id, args in arguments.items() if node_id in here}
     elsewhere = {node_id: args for node_id, args in arguments.items() if node_id not in here}
     answers: dict[str, Any] = run_in_tasks(function, elsewhere, timeout_s=max(0.0, deadline - time.monotonic()))
@@ -59,8 +59,8 @@ def run_on_nodes(
     return {node_id: answers[node_id] for node_id in arguments}
 
 
-def find_here(node_ids: Iterable[str]) -> frozenset[str]:
-    """Return those nodes whose processes this process sees by the same pids, and may read."""
+def find_here(node_ids: Iterable[str], *, within_s: float = FIND_S) -> frozenset[str]:
+    """Return those nodes whose processes this process sees by the same pids, and may read; those known in time."""
     global _seen
     here, wanted = connection(), set(node_ids)
     if _seen[0] is not here:
@@ -68,7 +68,7 @@ def find_here(node_ids: Iterable[str]) -> frozenset[str]:
     known = _seen[1]
     if not wanted <= known.keys():  # a node that runs has a raylet, so a look is enough for its life
         try:
-            found = {raylet.node_id for raylet in run_in_thread(list_raylets).result(FIND_S)}
+            found = {raylet.node_id for raylet in run_in_thread(list_raylets).result(within_s)}
         except TimeoutError:
             return frozenset(node_id for node_id in wanted if known.get(node_id))
         known.update((node_id, node_id in found) for node_id in wanted)

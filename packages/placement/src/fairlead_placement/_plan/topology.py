@@ -14,6 +14,8 @@ from .._model import Node, check_positive, group_pairs
 from ..exceptions import ResourceInsufficientError
 
 logger = logging.getLogger(__name__)
+# What a node without a domain may be labelled with.
+UNKNOWN = "unknown"
 
 
 def physical_order(nodes: Iterable[Node]) -> list[Node]:
@@ -29,6 +31,7 @@ def node_place(node: Node) -> tuple[str, int]:
     if domain is None:
         prefix = "nvlink_domain_"
         domain = min((name.removeprefix(prefix) for name in node.total if name.startswith(prefix)), default="")
+    domain = "" if domain == UNKNOWN else domain
     rank = node.labels.get("fairlead.io/topo-rank", node.total.get("topo_rank", 0))
     try:
         return domain, int(float(rank))
@@ -152,7 +155,7 @@ def _place(node_id: str, domain: str | None, rank: float | None) -> tuple[str, f
         raise TypeError(f"the rank of node {node_id} must be a number or None, got {rank!r}")
     if rank is not None and math.isnan(rank):  # NaN has no order
         raise ValueError(f"the rank of node {node_id} must be a number or None, got {rank!r}")
-    return "" if domain in (None, "unknown") else domain, rank or 0
+    return "" if domain in (None, UNKNOWN) else domain, rank or 0
 
 
 def _sort_nodes(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]]:

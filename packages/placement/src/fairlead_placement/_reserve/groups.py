@@ -201,15 +201,14 @@ def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
     if not wait_until(are_placed, deadline):
         states = ", ".join(f"{row.get('name') or 'without a name'}: {row.get('state', 'unknown')}" for row in rows)
         raise PlacementTimeoutError(f"Ray has not placed all placement groups in time. Their states are: {states}.")
-    return tuple(
-        Reserved(
-            group,
-            (number,) * group.bundle_count,
-            tuple(row["bundles_to_node_id"][index] for index in range(group.bundle_count)),
-            tuple(group.bundle_specs),
-        )
-        for number, (group, row) in enumerate(zip(groups, rows, strict=True))
-    )
+    placed = []
+    for number, (group, row) in enumerate(zip(groups, rows, strict=True)):
+        # The group itself would ask Ray's head for its bundles again, without a deadline.
+        indices = range(len(row["bundles"]))
+        node_ids = tuple(row["bundles_to_node_id"][index] for index in indices)
+        bundles = tuple(row["bundles"][index] for index in indices)
+        placed.append(Reserved(group, (number,) * len(bundles), node_ids, bundles))
+    return tuple(placed)
 
 
 def find_abandoned() -> dict[PlacementGroup, str]:

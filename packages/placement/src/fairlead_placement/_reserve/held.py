@@ -72,13 +72,17 @@ class Holding:
     _shutdowns: int = 0  # whatever began before the latest of them ends without a result
 
     @contextlib.contextmanager
-    def _change(self, timeout_s: float, advice: str = ", or wait longer (timeout_s)") -> Iterator[Callable[[], None]]:
-        """Keep other threads from changing what is held; yield a function that raises if a shutdown has begun since."""
+    def _change(self, timeout_s: float, timeout_name: str = "") -> Iterator[Callable[[], None]]:
+        """Keep other threads from changing what is held; yield a function that raises if a shutdown has begun since.
+
+        `timeout_name` is the argument with which the user has set `timeout_s`, if there is one.
+        """
         check, began = functools.partial(self._check, self._shutdowns), time.monotonic()
         if not self._changing.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            longer = f", or wait longer ({timeout_name})" if timeout_name else ""
             raise PlacementTimeoutError(
                 f"Waited {timeout_s:.1f} s: another thread still changes the cluster {self.request.name!r}. Try again "
-                f"when that has ended{advice}."
+                f"when that has ended{longer}."
             )
         outer, self._changer = self._changer, threading.get_ident()
         try:
@@ -99,7 +103,7 @@ class Holding:
     def reserve(self, *, unified: bool) -> None:
         """Reserve, unless that has been done."""
         request = replace(self.request, unified=unified)
-        with self._change(max(request.timeout_s, request.wait_for_nodes_s)) as check:
+        with self._change(max(request.timeout_s, request.wait_for_nodes_s), request.timeout_name) as check:
             if self.held is not None:
                 return
             on, watcher = connection(), uuid.uuid4().hex if self.monitor_memory else None
@@ -117,7 +121,7 @@ class Holding:
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
         """Reserve slots in place of those whose node is gone, and return the new ones."""
         deadline = time.monotonic() + timeout_s
-        with self._change(timeout_s) as check:
+        with self._change(timeout_s, "timeout_s") as check:
             alive = alive_nodes()
             check()
             if (before := self.held) is None:
@@ -162,11 +166,12 @@ class Holding:
     def read_usage(self, node_ids: Sequence[str]) -> tuple[NodeUsage, ...]:
         """Return the memory of nodes, whose agents go on sampling it if the cluster monitors memory."""
         check, watcher = functools.partial(self._check, self._shutdowns), self.held.watcher if self.held else None
-        usage = read_usage(node_ids, watcher)
         try:
-            check()  # a shutdown may not have seen the agents that this has created
-        except PlacementError:
-            if watcher is not None:
+            usage = read_usage(node_ids, watcher)
+            check()
+        except BaseException:
+            # A shutdown may not have seen the agents that this has created.
+            if watcher is not None and (self.held is None or self.held.watcher != watcher):
                 unwatch(node_ids, watcher)
             raise
         return usage
@@ -204,7 +209,7 @@ class Holding:
         deadline = time.monotonic() + GIVE_BACK_S
         self._shutdowns += 1
         is_inside = self._changer == threading.get_ident()
-        with self._change(GIVE_BACK_S, advice=""):
+        with self._change(GIVE_BACK_S):
             held, self.held = self.held, None
             if held is None and is_inside:
                 raise PlacementError(

@@ -31,14 +31,17 @@ LOOK_S = 0.5
 NOT_SHARED = ("CPU", "object_store_memory", ACCELERATOR_TYPE)
 
 
-def slots_of(placed: Sequence[Reserved], capacity: int, *, deadline: float, check: Check = allow) -> tuple[Slot, ...]:
+def slots_of(
+    placed: Sequence[Reserved], capacity: int, *, deadline: float, check: Check = allow, least_s: float = LEAST_S
+) -> tuple[Slot, ...]:
     """Return the bundles of groups as slots in physical order.
 
-    The deadline is for reading the ids of accelerators; `check` is called meanwhile, and raises if that should end.
+    The deadline is for reading the ids of accelerators, which may take `least_s` in any case; `check` is called
+    meanwhile, and raises if that should end.
     """
     accelerators: list[list[Accelerators]] = [[{}] * len(reserved.bundles) for reserved in placed]
     if any(bundle.keys() - {"CPU"} for reserved in placed for bundle in reserved.bundles):
-        accelerators = accelerator_ids(placed, deadline=deadline, check=check)
+        accelerators = accelerator_ids(placed, deadline=deadline, check=check, least_s=least_s)
     nodes = {node.node_id: (position, node) for position, node in enumerate(read_nodes(with_free=False))}
     if gone := {node_id for reserved in placed for node_id in reserved.node_ids} - nodes.keys():
         raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
@@ -88,7 +91,7 @@ def read_slots(
     deadline = time.monotonic() + timeout_s
     with head_deadline(timeout_s):
         placed = read_placed(placement_groups, deadline=deadline)
-        return slots_of(placed, max_colocated_worker_groups, deadline=deadline)
+        return slots_of(placed, max_colocated_worker_groups, deadline=deadline, least_s=0.0)
 
 
 def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
@@ -102,7 +105,9 @@ def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     return tuple(numbered)
 
 
-def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float, check: Check = allow) -> list[list[Accelerators]]:
+def accelerator_ids(
+    reserved: Sequence[Reserved], *, deadline: float, check: Check = allow, least_s: float = LEAST_S
+) -> list[list[Accelerators]]:
     """Return the ids of the accelerators of every bundle, by group and bundle index."""
     # Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle with
     # accelerators runs a short task, all at once.
@@ -114,7 +119,7 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float, check: Che
         if (kinds := {kind: amount for kind, amount in bundle.items() if kind in known and amount > 0})
     }
     began = time.monotonic()
-    timeout_s = max(LEAST_S, deadline - began)
+    timeout_s = max(least_s, deadline - began)
     refs = ask_head("start tasks that report the ids of accelerators", _report_ids, reserved, held) if held else {}
     late = list(refs.values())
     while late and (left_s := began + timeout_s - time.monotonic()) > 0:
@@ -126,8 +131,8 @@ def accelerator_ids(reserved: Sequence[Reserved], *, deadline: float, check: Che
         raise PlacementTimeoutError(
             f"The accelerators are reserved, but {len(refs)} tasks that ask for their ids did not finish within "
             f"{timeout_s:.0f} s. The nodes may be starting processes very slowly; or others, in placement groups of "
-            "theirs, use them. Wait longer (reserve_timeout_s, or timeout_s of replace_lost_nodes), or look at the "
-            "nodes."
+            "theirs, use them. Wait longer (reserve_timeout_s, or timeout_s of replace_lost_nodes or read_slots), "
+            "or look at the nodes."
         )
     ids = dict(zip(refs, ray.get(list(refs.values())), strict=True))
     return [[ids.get((g, index), {}) for index in range(len(group.bundles))] for g, group in enumerate(reserved)]

@@ -143,7 +143,14 @@ class Listener:
                 self._unproven[id(connection)] = connection
                 if len(self._unproven) > MOST_UNPROVEN:
                     shut(self._unproven.pop(next(iter(self._unproven))))  # its thread closes it
-            threading.Thread(target=self._answer, args=(connection,), name="fairlead-transfer", daemon=True).start()
+            thread = threading.Thread(target=self._answer, args=(connection,), name="fairlead-transfer", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # this process may start no more threads for now; a member comes again
+                with self._lock:
+                    self._unproven.pop(id(connection), None)
+                close(connection)
+                time.sleep(LOOK_S)
 
     def _answer(self, connection: socket.socket) -> None:
         admit = functools.partial(self._admit, connection)

@@ -84,9 +84,9 @@ def ask_nodes(
     return results
 
 
-def late_workers(workers: Sequence[Member], *, within_s: float = LATE_S) -> tuple[LateWorker, ...]:
-    """Return what each of these workers is doing now, as far as their nodes say so within this time."""
-    answers = ask_nodes(workers, read_records, within_s=within_s, asks_head=False)
+def late_workers(workers: Sequence[Member]) -> tuple[LateWorker, ...]:
+    """Return what each of these workers is doing now, as far as their nodes say so within `LATE_S`."""
+    answers = ask_nodes(workers, read_records, within_s=LATE_S, asks_head=False)
     records: list[Mapping[str, Any]] = [record or {} for record in answers]
     return tuple(
         LateWorker(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The look of an agent at the workers of its node, for other processes. Shipped by value."""
+"""The look at the workers of a node, from another process of that node. Shipped by value."""
 
 import os
 from collections.abc import Sequence

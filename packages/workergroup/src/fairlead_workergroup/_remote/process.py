@@ -74,7 +74,11 @@ class Trees:
             if ours := [itself for mark, itself in marks if (mark + b"-").startswith(self._marks)]:
                 (self._workers if any(ours) else members).add((pid, started))
         leaders = {pid for pid, started in self._workers if self._leads(pid, started, processes)}
-        members.update((pid, started) for pid, (group, started) in processes.items() if group in leaders)
+        members.update(
+            (pid, started)
+            for pid, (group, started) in processes.items()
+            if group in leaders and (group in processes or session_of(pid) != group)
+        )
         running = {(pid, started) for pid, (_, started) in processes.items()}
         return sorted(self._workers & running), sorted(members - self._workers)
 
@@ -82,7 +86,8 @@ class Trees:
     def _leads(pid: int, started: int, processes: Table) -> bool:
         """Return whether the process group of this number is that of a worker, which may have ended.
 
-        While a process group has members, its number is not the pid of another process.
+        While a process group has members, its number is not the pid of another process. Later, a daemon or a reaper may
+        run in a group of this number whose leader has ended too. That leader led a session, as no worker does.
         """
         return processes.get(pid, (pid, started)) == (pid, started)
 
@@ -145,10 +150,12 @@ def find_descendants(worker: Process) -> list[Process]:
     tree, left = [worker], [worker[0]]
     while left:
         folder = f"/proc/{left.pop()}/task"
+        threads: list[str] = []
         with contextlib.suppress(OSError):  # it has just ended
-            for thread in os.listdir(folder):
-                with open(f"{folder}/{thread}/children") as file:
-                    children = [int(pid) for pid in file.read().split()]
+            threads = os.listdir(folder)
+        for thread in threads:
+            with contextlib.suppress(OSError), open(f"{folder}/{thread}/children") as file:  # so has this thread
+                children = [int(pid) for pid in file.read().split()]
                 tree += [(pid, start_tick(pid)) for pid in children]
                 left += children
     return tree
@@ -217,6 +224,12 @@ def start_tick(pid: int) -> int:
 def process_state(pid: int) -> str:
     """Return the state in /proc: "R" running, "S" sleeping, "D" uninterruptible, "T" stopped; "" if it has ended."""
     return next(iter(read_stat(pid)), "")
+
+
+def session_of(pid: int) -> int:
+    """Return the session of a process, the pid of the process that leads or led it; 0 if the process has ended."""
+    stat = read_stat(pid)
+    return int(stat[3]) if stat else 0
 
 
 def make_memory_file(name: str, size: int) -> tuple[int, mmap.mmap]:

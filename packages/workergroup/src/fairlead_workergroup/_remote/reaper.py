@@ -3,6 +3,7 @@
 
 It also enforces the limit of the worker's memory, and leaves its verdict in a file."""
 
+import contextlib
 import inspect
 import os
 import subprocess
@@ -39,28 +40,32 @@ def start_reaper(identity: str, limit: int = 0, verdict: str = "") -> None:
         OSError: the reaper cannot be started, and there is a limit.
     """
     pid, program = os.getpid(), os.memfd_create("fairlead-reaper")
-    os.write(program, PROGRAM.encode())
-    os.lseek(program, 0, os.SEEK_SET)
-    try:
-        worker = os.pidfd_open(pid)  # no fork of the worker can hold back its end, as it could with a pipe
-        about = map(str, (worker, program, pid, start_tick(pid), limit, identity, verdict))
-        subprocess.run(
-            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-I", "-S", "-c", WAIT, *about],
-            pass_fds=(worker, program),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            env={name: value for name, value in os.environ.items() if name != VARIABLE.decode()},
-            start_new_session=True,
-        )
-        os.close(worker)
-    except OSError as error:
-        if limit:
-            raise OSError(f"memory_limit cannot be enforced: the worker's reaper does not start. {error}") from error
-        warnings.warn(f"No reaper: what this worker starts may outlive a killed driver. {error}", stacklevel=2)
-    finally:
-        os.close(program)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, program)
+        os.write(program, PROGRAM.encode())
+        os.lseek(program, 0, os.SEEK_SET)
+        try:
+            worker = os.pidfd_open(pid)  # no fork of the worker can hold back its end, as it could with a pipe
+            stack.callback(os.close, worker)
+            about = map(str, (worker, program, pid, start_tick(pid), limit, identity, verdict))
+            shell = subprocess.run(
+                ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-I", "-S", "-c", WAIT, *about],
+                pass_fds=(worker, program),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={name: value for name, value in os.environ.items() if name != VARIABLE.decode()},
+                start_new_session=True,
+            )
+            if shell.returncode:
+                raise ChildProcessError("The shell could not fork: there may be too many processes.")
+        except OSError as error:
+            if limit:
+                raise OSError(
+                    f"memory_limit cannot be enforced: the worker's reaper does not start. {error}"
+                ) from error
+            warnings.warn(f"No reaper: what this worker starts may outlive a killed driver. {error}", stacklevel=2)
 
 
 def read_verdicts(actor_ids: Sequence[str]) -> list[tuple[int, int] | None]:
