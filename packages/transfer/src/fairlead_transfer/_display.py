@@ -12,19 +12,6 @@ from rich.table import Table
 MOST_ROWS = 40
 
 
-def as_bytes(count: float) -> str:
-    """Return a number of bytes with its unit.
-
-    >>> as_bytes(999), as_bytes(1536 * 1024)
-    ('999 B', '1.5 MiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:,.4g} TiB"
-
-
 def table_text(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], width: int = 160) -> str:
     """Return a caption and a table as text; of many rows, the first ones."""
     table = Table(*header, box=box.SIMPLE, pad_edge=False)

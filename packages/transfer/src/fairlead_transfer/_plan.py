@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from rich.filesize import decimal
 
-from ._display import as_bytes, table_text
+from ._display import table_text
 from ._layout import Layout
 from ._pieces import Ints, PieceTable, make_pieces
 from .exceptions import LayoutMismatchError, Mismatch
@@ -67,8 +68,8 @@ class TransferPlan:
     def __repr__(self) -> str:
         return (
             f"TransferPlan({len(self.names)} tensors in {len(self.tensor_sets)} layouts, {len(self.source_nodes)} -> "
-            f"{len(self.target_nodes)} ranks, {as_bytes(self.bytes_moved)} moved, "
-            f"{as_bytes(self.bytes_between_nodes)} between nodes)"
+            f"{len(self.target_nodes)} ranks, {decimal(self.bytes_moved)} moved, "
+            f"{decimal(self.bytes_between_nodes)} between nodes)"
         )
 
     def __str__(self) -> str:
@@ -80,7 +81,7 @@ class TransferPlan:
             moved = int(same.pieces.volumes.sum()) * same.source.itemsize * len(same.names)
             pieces = same.pieces
             ranks = [str(len(np.unique(ranks))) for ranks in (pieces.senders, pieces.receivers)]
-            yield names, str(same.source.shape), *ranks, str(len(pieces.receivers)), as_bytes(moved)
+            yield names, str(same.source.shape), *ranks, str(len(pieces.receivers)), decimal(moved)
 
 
 HEADER = ("tensors", "shape", "senders", "receivers", "pieces each", "moved")

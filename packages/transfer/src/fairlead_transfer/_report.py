@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ._display import as_bytes, table_text
+from rich.filesize import decimal
+
+from ._display import table_text
 from ._plan import TransferPlan
 
 
@@ -36,7 +38,7 @@ class TransferReport:
     def __str__(self) -> str:
         transports = ", ".join(f"{name} ({pairs} pairs)" for name, pairs in self.transports.items())
         caption = (
-            f"version {self.version}: {as_bytes(self.bytes_moved)} moved, {as_bytes(self.bytes_between_nodes)} between "
+            f"version {self.version}: {decimal(self.bytes_moved)} moved, {decimal(self.bytes_between_nodes)} between "
             f"nodes, in {self.total_s:.3f} s, by {transports or 'no transport'}"
             f"{', replicas compared' if self.replicas_compared else ''}"
         )

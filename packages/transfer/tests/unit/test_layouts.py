@@ -120,5 +120,5 @@ def test_tables():
         source_nodes="ab",
         target_nodes="c",
     )
-    assert "1 MiB moved" in str(plan)
+    assert "1.0 MB moved" in str(plan)
     assert "<w>" in str(plan)
