@@ -118,7 +118,7 @@ def reshard(
     >>> fsdp = Layout.from_sharding((8, 4), NamedSharding.from_shape(dp=4), {0: "dp"})
     >>> tp = Layout.from_sharding((8, 4), NamedSharding.from_shape(tp=2), {1: "tp"})
     >>> reshard(fsdp, tp, source_nodes="aabb", target_nodes="ab")
-    TransferPlan(1 tensors in 1 layouts, 4 -> 2 ranks, 32 B moved, 16 B between nodes)
+    TransferPlan(1 tensors in 1 layouts, 4 -> 2 ranks, 32 bytes moved, 16 bytes between nodes)
     """
     sources = {"": source} if isinstance(source, Layout) else dict(source)
     targets = {"": target} if isinstance(target, Layout) else dict(target)
