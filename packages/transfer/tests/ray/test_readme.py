@@ -18,5 +18,5 @@ def test_example(tmp_path):
     env = {**os.environ, "RAY_ADDRESS": "local"}  # whatever else runs here
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "version 3: 48 B moved" in done.stdout
+    assert "version 3: 48 bytes moved" in done.stdout
     assert "{0: 3}" in done.stdout
