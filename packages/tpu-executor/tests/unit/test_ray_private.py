@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The uses of Ray that are not public, and the fallback for a part that is missing."""
+"""The uses of Ray that are not public; tests/ray/test_announcement.py has the other one."""
 
 import ray
 
-from fairlead_tpu_executor._ray_private import no_announcement, unwrap_remote
+from fairlead_tpu_executor._ray_private import unwrap_remote
 
 
 def function():
@@ -12,17 +12,6 @@ def function():
 
 class Plain:
     """Has no methods."""
-
-
-def test_announcements(monkeypatch):
-    """The functions of Ray that announce a cluster are restored, and one that is missing is left out."""
-    monkeypatch.delattr(ray._common.utils, "reset_ray_address")
-    write = ray._private.utils.write_ray_address
-    with no_announcement():
-        assert ray._private.utils.write_ray_address is not write
-        assert not hasattr(ray._common.utils, "reset_ray_address")
-    assert ray._private.utils.write_ray_address is write
-    assert not hasattr(ray._common.utils, "reset_ray_address")
 
 
 def test_what_is_under_ray_remote():
