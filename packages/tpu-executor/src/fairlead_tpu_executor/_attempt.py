@@ -51,11 +51,10 @@ def start(
     place, runtime_env = leases[slot.node_idx].slice, work.runtime_env(config)
     # No other task has this environment, not even a child, so the task gets a new process.
     variables = {**runtime_env["env_vars"], **slot.env, "FAIRLEAD_OWN_PROCESS": uuid.uuid4().hex}
-    # The node's own zone comes first, so the process sets this one.
-    zone = variables.pop("TPU_ZONE", "EMPTY") if tpu else ""
     facts = {
         "unset": MEGASCALE if tpu and len(leases) == 1 else (),
-        "zone": place.zone or zone,
+        # The node's own zone comes first, so the process sets this one.
+        "zone": variables.pop("TPU_ZONE", "EMPTY") if tpu else "",
         "lock_files": tpu.lock_files if tpu else (),
     }
     remote = (_HOST_ACTOR if of_class else _CALL).options(
@@ -85,46 +84,34 @@ def run_once(
     try:
         for slot in slots:
             calls[call(slot)] = leases[slot.node_idx].slice, slot.bundle_index
-        _watch(calls, values, errors, grace_s, check_open)
+        nodes = {ref: place.node_ids[worker] for ref, (place, worker) in calls.items()}
+        first_at = looked_at = time.monotonic()
+        is_over = False
+        while len(values) < len(calls) and not is_over:
+            first_at = first_at if errors else time.monotonic()
+            running = [ref for ref in calls if ref not in values and ref not in errors]
+            if not running:
+                time.sleep(_POLL_S)
+            for ref in running and ray.wait(running, num_returns=len(running), timeout=_POLL_S)[0]:
+                running.remove(ref)
+                try:
+                    values[ref] = ray.get(ref)
+                except Exception as error:  # noqa: BLE001 - Ray's, or the user's in a class that is both
+                    errors[ref] = HostError(*calls[ref], error)
+            now = time.monotonic()
+            if errors or now - looked_at >= _LOOK_S:
+                check_open()  # A task that comes after the end of its placement group would wait forever.
+                dead, gone = look_at_nodes(nodes.values())
+                looked_at = now
+                # Ray fails the tasks of a dead node, except those that it does not know to be there.
+                for ref in [ref for ref in running if nodes[ref] in dead]:
+                    errors[ref] = HostError(*calls[ref], ray.exceptions.NodeDiedError("its node is dead"))
+                is_late = now >= first_at + grace_s
+                is_over = bool(errors) and is_clear([*errors.values()], gone, is_running=bool(running), is_late=is_late)
         return [values[ref] for ref in calls if not errors], [*errors.values()]
     finally:
         ended = values.keys() | {ref for ref, host in errors.items() if not host.is_of_dead_node}
         _cancel({ref: host for ref, host in calls.items() if ref not in ended})
-
-
-def _watch(
-    calls: Mapping[Any, tuple[SliceInfo, int]],
-    values: dict[Any, Any],
-    errors: dict[Any, HostError],
-    grace_s: float,
-    check_open: Callable[[], object],
-) -> None:
-    """Add values and errors as calls end, until there are values of all, or no further event can change the verdict."""
-    nodes = {ref: place.node_ids[worker] for ref, (place, worker) in calls.items()}
-    first_at = looked_at = time.monotonic()
-    while len(values) < len(calls):
-        first_at = first_at if errors else time.monotonic()
-        running = [ref for ref in calls if ref not in values and ref not in errors]
-        if not running:
-            time.sleep(_POLL_S)
-        for ref in running and ray.wait(running, num_returns=len(running), timeout=_POLL_S)[0]:
-            running.remove(ref)
-            try:
-                values[ref] = ray.get(ref)
-            except Exception as error:  # noqa: BLE001 - Ray's, or the user's in a class that is both
-                errors[ref] = HostError(*calls[ref], error)
-        now = time.monotonic()
-        if errors or now - looked_at >= _LOOK_S:
-            check_open()  # A task that comes after the end of its placement group would wait forever.
-            dead, gone = look_at_nodes(nodes.values())
-            looked_at = now
-            # Ray fails the tasks of a dead node, except those that it does not know to be there.
-            for ref in [ref for ref in running if nodes[ref] in dead]:
-                errors[ref] = HostError(*calls[ref], ray.exceptions.NodeDiedError("its node is dead"))
-            if errors and is_clear(
-                [*errors.values()], gone, is_running=bool(running), is_late=now >= first_at + grace_s
-            ):
-                return
 
 
 def is_clear(errors: Sequence[HostError], gone: Collection[str], *, is_running: bool, is_late: bool) -> bool:

@@ -2,13 +2,13 @@
 """Functions and classes that run on every host of slices: a call returns values, `.remote(...)` returns references."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Never, Protocol, overload
 
 import ray
 
-from fairlead_placement import ResourceInsufficientError, extension
+from fairlead_placement import ResourceInsufficientError, Slot, extension
 
 from ._config import AcceleratorConfigType
 from ._pool import ClosesOnExit, SlicePool, arrange
@@ -57,10 +57,10 @@ class DeviceClass(_OnDevices):
         arguments, and the errors of `SlicePool.reserve`.
         """
         try:
-            actors, claim = self.pool.start(self.target, args, kwargs)
+            actors, slots, claim = self.pool.start(self.target, args, kwargs)
         except ResourceInsufficientError as error:
             raise OpenInstancesError(self.__name__) from error  # type: ignore[attr-defined]
-        return DeviceInstances(self._plain, actors, claim, self.pool)
+        return DeviceInstances(self._plain, actors, slots, claim, self.pool)
 
     remote = __call__
 
@@ -74,7 +74,8 @@ class DeviceInstances(ClosesOnExit):
     """
 
     _cls: Callable[..., Any]
-    _actors: list[list[Any]]
+    _actors: Sequence[Any]
+    _slots: Sequence[Slot]
     _claim: extension.SlotClaim
     _pool: SlicePool
     _made_on: object = field(default_factory=extension.connection)
@@ -89,8 +90,8 @@ class DeviceInstances(ClosesOnExit):
     def _start(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         check_method(self._cls, method, args, kwargs)
         payload = ray.put((None, args, kwargs))
-        calls = [[actor.invoke.remote(method, [payload]) for actor in of_slice] for of_slice in self._actors]
-        return arrange(calls, self._pool.config.flatten)
+        calls = [actor.invoke.remote(method, [payload]) for actor in self._actors]
+        return arrange(calls, self._slots, self._pool.config.flatten)
 
     def close(self) -> None:
         """End the instances, and give their slices back. Can be repeated."""
@@ -99,7 +100,7 @@ class DeviceInstances(ClosesOnExit):
         self._is_open = False
         # If Ray has ended, so have they, and `ray.kill` would start another Ray.
         if self._made_on == extension.connection():
-            for actor in [actor for of_slice in self._actors for actor in of_slice]:
+            for actor in self._actors:
                 ray.kill(actor)
         self._claim.release()
         self._pool.close()

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -68,7 +68,6 @@ class SlicePool(ClosesOnExit):
         self._reservation = Reservation(self.config)
         # Whoever uses the slices has it: one run, or one change of their number, at a time.
         self._turn = threading.Lock()
-        extension.release_when_dropped(self, self._reservation.describe_leak, self._reservation.give_back)
 
     def reserve(self) -> Self:
         """Reserve healthy slices: keep those that are held, and replace lost ones. After an error nothing is held.
@@ -150,16 +149,16 @@ class SlicePool(ClosesOnExit):
         Nothing is watched or repeated, and calls on one host run one by one. Raises a TypeError, a ValueError or a
         ResourceInsufficientError like `run`, and the errors of `reserve`; `ray.get` raises Ray's.
         """
-        references, claim = self.start(function, args, kwargs, of_class=False)
+        references, slots, claim = self.start(function, args, kwargs, of_class=False)
         claim.release()
-        return arrange(references, self.config.flatten)
+        return arrange(references, slots, self.config.flatten)
 
     def start(
         self, target: Function | Class, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, of_class: bool = True
-    ) -> tuple[list[list[Any]], extension.SlotClaim]:
+    ) -> tuple[list[Any], Sequence[Slot], extension.SlotClaim]:
         """Start an actor for a class, or a task for a function, on every host. Raises the errors of `submit`.
 
-        Returns the actors or the references, a list per slice, and the claim on their slots.
+        Returns the actors or the references, their slots, and the claim on the slots.
         """
         work = self._check(target, args, kwargs, of_class=of_class)
         with self._take_turn(), self._claim(f"{'instances' if of_class else 'call'} of {work.name}") as claimed:
@@ -168,7 +167,7 @@ class SlicePool(ClosesOnExit):
             with self._reservation.lock:
                 self._reservation.check_open()
                 call = functools.partial(start, work, self.config, leases, of_class=of_class)
-                return _by_slice(slots, map(call, slots)), claim
+                return [*map(call, slots)], slots, claim
 
     def close(self) -> bool:
         """Give everything back. Can be repeated; the next use reserves again.
@@ -217,7 +216,7 @@ class SlicePool(ClosesOnExit):
         reservation.doubtful |= before & reservation.not_started
         if not errors:
             reservation.doubtful.clear()
-            return JobSucceeded(info, arrange(_by_slice(slots, values), config.flatten))
+            return JobSucceeded(info, arrange(values, slots, config.flatten))
         status = judge(info, errors, look_at_nodes(slot.node_id for slot in slots)[1])
         reservation.dead |= {host.node_id for host in errors if host.is_of_dead_node}
         return status
@@ -242,11 +241,7 @@ class SlicePool(ClosesOnExit):
             raise
 
 
-def _by_slice(slots: Sequence[Slot], values: Iterable[Any]) -> list[list[Any]]:
-    numbers = (slot.node_idx for slot in slots)
-    return list(extension.group_pairs(zip(numbers, values, strict=True)).values())
-
-
-def arrange(nested: Iterable[Sequence[Any]], flatten: bool) -> list[Any]:
-    """Return the values of all hosts in one list, or in one list per slice."""
-    return [value for of_slice in nested for value in of_slice] if flatten else [*map(list, nested)]
+def arrange(values: Sequence[Any], slots: Sequence[Slot], flatten: bool) -> list[Any]:
+    """Return the values of these hosts in one list, or in one list per slice."""
+    pairs = ((slot.node_idx, value) for slot, value in zip(slots, values, strict=True))
+    return [*values] if flatten else [*extension.group_pairs(pairs).values()]

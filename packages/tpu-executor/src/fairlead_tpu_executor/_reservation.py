@@ -82,7 +82,7 @@ def _look_up(group: PlacementGroup) -> tuple[str, tuple[str, ...]]:
 
 
 class Reservation:
-    """The one owner of what a pool holds. A finalizer keeps it alive, and not the pool itself.
+    """The one owner of what a pool holds, shared by the copies of the pool.
 
     Attributes:
         sizes: the allowed numbers of slices, ascending.
@@ -167,13 +167,10 @@ class Reservation:
         Nothing more is taken while it waits: two jobs that each hold a part of what both need would wait forever.
         """
         config, sizes = self.config, self.sizes
-        any_s = config.scale_timeout_s
-        if lost:
-            any_s = config.replace_timeout_s
-        elif len(self.leases) in sizes:
-            any_s = 0.0
+        any_s = 0.0 if len(self.leases) in sizes else config.scale_timeout_s
+        any_s = config.replace_timeout_s if lost else any_s
         largest_s = min(any_s, config.scale_timeout_s)
-        began, pause = time.monotonic(), _POLL_S[0]
+        began, pause, self._next_demand_at = time.monotonic(), _POLL_S[0], 0.0
         with extension.Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting:
             try:
                 while True:
@@ -259,15 +256,6 @@ class Reservation:
                 names = ", ".join(lease.slice.slice_name for lease in leases)
                 logger.warning("%s will be returned when Ray's head answers. %s", names, error)
                 return False
-
-    def describe_leak(self) -> str:
-        """Return the warning about a pool that was dropped; empty if it holds nothing."""
-        if not self.leases or not extension.connection():
-            return ""
-        return (
-            f"A slice pool was dropped without close() while it held {len(self.leases)} slice(s). They are returned in "
-            "the background. Use the pool in a with statement, or call close()."
-        )
 
 
 def choose_size(sizes: Sequence[int], present: int, *, waited_out: bool) -> int | None:

@@ -17,7 +17,6 @@ SLICE_NAME = "ray.io/tpu-slice-name"
 WORKER_ID = "ray.io/tpu-worker-id"
 TOPOLOGY = "ray.io/tpu-topology"
 TYPE = "ray.io/tpu-pod-type"
-_ZONE = "ray.io/availability-zone"
 # By generation, how many units of the number in a type make a chip (TensorCores, or chips), and the chips of the
 # largest VM; the hosts of larger slices have 4 each.
 GENERATIONS = dict.fromkeys(("v2", "v3", "v4", "v5p", "v7x"), (2, 4)) | dict.fromkeys(("v5litepod", "v6e"), (1, 8))
@@ -93,9 +92,8 @@ class SliceInfo:
         node_ids: Ray's ids of the hosts.
         node_ips: the addresses of the hosts.
         kind: the type of the slice, such as "v4-16".
-        topology: the topology, such as "2x2x2"; empty, like the zone, if the hosts have no label for it.
+        topology: the topology, such as "2x2x2"; empty if the hosts have no label for it.
         head_resource: the resource that only worker 0 has, and that the user of the slice reserves; empty for none.
-        zone: the availability zone.
     """
 
     slice_name: str
@@ -107,7 +105,6 @@ class SliceInfo:
     kind: str = ""
     topology: str = ""
     head_resource: str = ""
-    zone: str = ""
 
 
 def find_type(nodes: Sequence[Node], generation: str) -> str:
@@ -172,5 +169,4 @@ def _assess(name: str, hosts: Sequence[Node], wanted: TpuType) -> SliceInfo | st
         kind=wanted.name,
         topology=topologies[0],
         head_resource=next((name for name in sorted(first.total) if re.fullmatch("TPU-.*-head", name)), ""),
-        zone=first.labels.get(_ZONE, ""),
     )
