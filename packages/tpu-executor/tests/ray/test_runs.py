@@ -359,7 +359,7 @@ def test_closing_ends_a_wait(slices, pauses, eventually):
 
 def test_scaling_while_a_function_starts(slices):
     """Another thread cannot give a slice back between the choice of the hosts and the start of the function there."""
-    with SlicePool("v4-16", 2) as pool:
+    with SlicePool("v4-16", 2, flatten=False) as pool:
         threads = [threading.Thread(target=pool.scale, args=(count,)) for count in (1, 2, 1)]
         for thread in threads:
             thread.start()
