@@ -19,14 +19,7 @@ from ._config import (
     TpuAcceleratorConfig,
 )
 from ._device import DeviceClass, DeviceFunction, DeviceInstances, device_remote, tpu_remote
-from ._environment import (
-    ENV_CALL_INDEX,
-    ENV_CALL_SLICE,
-    ENV_JOB_COORDINATOR_ADDRESS,
-    ENV_PROCESS_COUNT,
-    ENV_PROCESS_INDEX,
-    initialize_jax,
-)
+from ._environment import ENV_CALL_INDEX, ENV_CALL_SLICE, initialize_jax
 from ._pool import SlicePool
 from ._slices import SliceInfo
 from ._verdicts import JobError, JobFailed, JobInfo, JobPreempted, JobStatus, JobSucceeded, handle_ray_error
@@ -49,9 +42,6 @@ __all__ = [
     "DeviceInstances",
     "ENV_CALL_INDEX",
     "ENV_CALL_SLICE",
-    "ENV_JOB_COORDINATOR_ADDRESS",
-    "ENV_PROCESS_COUNT",
-    "ENV_PROCESS_INDEX",
     "GpuAcceleratorConfig",
     "InsufficientSlicesError",
     "JaxUnavailableError",

@@ -12,7 +12,6 @@ import ray
 
 from fairlead_placement import extension
 
-from . import _host
 from ._config import MEGASCALE_DEFAULT_PORT, AcceleratorConfigType, TpuAcceleratorConfig
 from ._pool import ClosesOnExit, SlicePool
 from ._ray_private import unwrap_remote
@@ -187,15 +186,12 @@ class TpuRemoteManager(ClosesOnExit):
         self.base_env: dict[str, Any] = dict(base_env or {})
         self.runtime_env: dict[str, Any] = dict(runtime_env or {})
         self.coord_port: int | None = None if coord_port is None else int(coord_port)
-        self._options = {**_ONCE, **options}
+        env_vars = {**(self.runtime_env.get("env_vars") or {}), **_as_texts(self.base_env)}
+        env = {**self.runtime_env, "env_vars": env_vars}
+        options = {"pod_count": self.pod_count, "execution_env": env, "megascale_port": self.coord_port, **options}
+        self._make_config = functools.partial(TpuAcceleratorConfig, **{**_ONCE, **options})
         if canonical_name(str(tpu_version)) not in GENERATIONS:
-            self._make_config(tpu_version)
-
-    def _make_config(self, kind: str) -> TpuAcceleratorConfig:
-        options = {"execution_env": self.runtime_env, "megascale_port": self.coord_port, **self._options}
-        return TpuAcceleratorConfig(kind, self.pod_count, **options).with_environment_variables(
-            _as_texts(self.base_env)
-        )
+            self._make_config(tpu_version=tpu_version)
 
     @functools.cached_property
     def pool(self) -> SlicePool:
@@ -204,7 +200,7 @@ class TpuRemoteManager(ClosesOnExit):
         if canonical_name(kind) in GENERATIONS:
             with extension.head_deadline():
                 kind = find_type(extension.read_nodes(), kind)
-        return SlicePool(self._make_config(kind))
+        return SlicePool(self._make_config(tpu_version=kind))
 
     def ensure(self) -> Self:
         """Reserve healthy slices, and replace lost ones. Raises the errors of `pool` and of `SlicePool.reserve`."""
@@ -235,8 +231,11 @@ class TpuRemoteManager(ClosesOnExit):
         options = take_options(getattr(cls_obj, method_name, None), _given(flatten=flatten), call_kwargs)
         check_call(cls_obj.__name__, cls_obj, init_args, init_kwargs)
         check_method(cls_obj, method_name, call_args, call_kwargs)
-        function = functools.partial(_host.call_method, cls_obj, tuple(init_args), dict(init_kwargs), method_name)
-        function.__name__ = f"{cls_obj.__name__}.{method_name}"  # type: ignore[attr-defined]
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return getattr(cls_obj(*init_args, **init_kwargs), method_name)(*args, **kwargs)
+
+        function.__name__ = f"{cls_obj.__name__}.{method_name}"
         return _reconfigure(self.pool, **options).run(function, *call_args, **call_kwargs)
 
     def close(self) -> bool:
@@ -301,8 +300,7 @@ class SlicePoolManager(ClosesOnExit):
         self, remote_fn: Function, env: _Env = None, runtime_env: _Env = None, **kwargs: Any
     ) -> list[Any]:
         """Start a function on every host; return one list of references. Raises the errors of `SlicePool.submit`."""
-        pool = self._for_call(remote_fn, kwargs, True, env, runtime_env)
-        return [ref for of_slice in pool.submit(remote_fn, **kwargs) for ref in of_slice]
+        return self._for_call(remote_fn, kwargs, True, env, runtime_env).submit(remote_fn, **kwargs)
 
     def _for_call(
         self, function: Function, kwargs: dict[str, Any], flatten: bool, env: _Env, runtime_env: _Env = None

@@ -12,7 +12,7 @@ from ray.runtime_env import RuntimeEnv
 
 from fairlead_placement import Node, extension
 
-from ._slices import SliceInfo, TpuType, assess_slices, find_room, tpu_type
+from ._slices import SliceInfo, TpuType, assess_slices, tpu_type
 
 MEGASCALE_DEFAULT_PORT: int = 8081
 # Ray's names of accelerators, by their names in lower case.
@@ -159,8 +159,16 @@ class _WorkersConfig(_RunOptions):
             _check_int(name, getattr(self, name), 1)
 
     def find(self, nodes: Sequence[Node]) -> dict[str, SliceInfo | str]:
-        """Return room for all workers on nodes, or what is lacking."""
-        return {self.kind: find_room(nodes, self.bundle(None, 0), self.worker_count, self.kind)}
+        """Return what stands for a slice: all workers, on the first nodes with room for them; or what is lacking."""
+        count, bundle = self.worker_count, self.bundle(None, 0)
+        chosen: list[Node] = []
+        for node in nodes:
+            chosen += [node] * min(extension.count_bundles(bundle, node.free), count - len(chosen))
+        if len(chosen) < count:
+            each = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+            return {self.kind: f"room for {len(chosen)} of {count} workers of {each} each"}
+        ids, ips = tuple(node.node_id for node in chosen), tuple(node.ip for node in chosen)
+        return {self.kind: SliceInfo(self.kind, count, ips[0], int(bundle.get("GPU", 0)), ids, ips, self.kind)}
 
     def bundle(self, place: SliceInfo | None, worker: int) -> dict[str, float]:
         """Return what to reserve for a worker."""

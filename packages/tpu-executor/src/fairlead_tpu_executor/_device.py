@@ -2,13 +2,13 @@
 """Functions and classes that run on every host of slices: a call returns values, `.remote(...)` returns references."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Never, Protocol, overload
 
 import ray
 
-from fairlead_placement import ResourceInsufficientError, extension
+from fairlead_placement import ResourceInsufficientError, Slot, extension
 
 from ._config import AcceleratorConfigType
 from ._pool import ClosesOnExit, SlicePool, arrange
@@ -44,7 +44,7 @@ class DeviceFunction(_OnDevices):
 
         Raises the errors of `SlicePool.submit`.
         """
-        return arrange(self.pool.submit(self.target, *args, **kwargs), self.pool.config.flatten)
+        return self.pool.submit(self.target, *args, **kwargs)
 
 
 class DeviceClass(_OnDevices):
@@ -53,16 +53,14 @@ class DeviceClass(_OnDevices):
     def __call__(self, *args: Any, **kwargs: Any) -> "DeviceInstances":
         """Make the instances. There is one set of them at a time: close the previous one first.
 
-        Raises:
-            OpenInstancesError: there are instances already.
-            TypeError: the class does not take these arguments. Nothing was started.
-            Exception: the errors of `SlicePool.reserve`.
+        Raises an OpenInstancesError if there are instances already, a TypeError if the class does not take these
+        arguments, and the errors of `SlicePool.reserve`.
         """
         try:
-            actors, claim = self.pool.start(self.target, args, kwargs)
+            actors, slots, claim = self.pool.start(self.target, args, kwargs)
         except ResourceInsufficientError as error:
             raise OpenInstancesError(self.__name__) from error  # type: ignore[attr-defined]
-        return DeviceInstances(self._plain, actors, claim, self.pool)
+        return DeviceInstances(self._plain, actors, slots, claim, self.pool)
 
     remote = __call__
 
@@ -76,7 +74,8 @@ class DeviceInstances(ClosesOnExit):
     """
 
     _cls: Callable[..., Any]
-    _actors: list[list[Any]]
+    _actors: Sequence[Any]
+    _slots: Sequence[Slot]
     _claim: extension.SlotClaim
     _pool: SlicePool
     _made_on: object = field(default_factory=extension.connection)
@@ -86,7 +85,13 @@ class DeviceInstances(ClosesOnExit):
         # A copy in the making does not have its own attributes yet, and those are not methods of the user's class.
         if method.startswith("_") or not callable(getattr(self._cls, method, None)):
             raise AttributeError(f"The class on the devices has no public method {method!r}.")
-        return _Method(self._cls, self._actors, method, self._pool.config.flatten)
+        return _Method(functools.partial(self._start, method))
+
+    def _start(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        check_method(self._cls, method, args, kwargs)
+        payload = ray.put((None, args, kwargs))
+        calls = [actor.invoke.remote(method, [payload]) for actor in self._actors]
+        return arrange(calls, self._slots, self._pool.config.flatten)
 
     def close(self) -> None:
         """End the instances, and give their slices back. Can be repeated."""
@@ -95,7 +100,7 @@ class DeviceInstances(ClosesOnExit):
         self._is_open = False
         # If Ray has ended, so have they, and `ray.kill` would start another Ray.
         if self._made_on == extension.connection():
-            for actor in [actor for of_slice in self._actors for actor in of_slice]:
+            for actor in self._actors:
                 ray.kill(actor)
         self._claim.release()
         self._pool.close()
@@ -105,23 +110,11 @@ class DeviceInstances(ClosesOnExit):
 class _Method:
     """A method of all instances. Arguments that it does not take are a TypeError, and nothing is called."""
 
-    _cls: Any
-    _actors: list[list[Any]]
-    _method: str
-    _flatten: bool
+    remote: Callable[..., list[Any]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method on every instance, and return its results in the order of the hosts."""
-        return arrange([ray.get(of_slice) for of_slice in self._start(args, kwargs)], self._flatten)
-
-    def remote(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the method on every instance, and return references in the order of the hosts."""
-        return arrange(self._start(args, kwargs), self._flatten)
-
-    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
-        check_method(self._cls, self._method, args, kwargs)
-        payload = ray.put((None, args, kwargs))
-        return [[actor.invoke.remote(self._method, [payload]) for actor in of_slice] for of_slice in self._actors]
+        return [ray.get(part) for part in self.remote(*args, **kwargs)]
 
 
 class DeviceDecorator(Protocol):

@@ -21,10 +21,7 @@ from .exceptions import JaxUnavailableError
 ENV_CALL_INDEX: str = "EXECUTOR_CALL_INDEX"
 ENV_CALL_SLICE: str = "EXECUTOR_CALL_SLICE"
 # These three count all hosts of all slices; the other variables count within a slice.
-ENV_JOB_COORDINATOR_ADDRESS: str = "EXECUTOR_JOB_COORDINATOR_ADDRESS"
-ENV_PROCESS_COUNT: str = "EXECUTOR_PROCESS_COUNT"
-ENV_PROCESS_INDEX: str = "EXECUTOR_PROCESS_INDEX"
-_NEEDED = (ENV_JOB_COORDINATOR_ADDRESS, ENV_PROCESS_COUNT, ENV_PROCESS_INDEX)
+_OF_JOB = ("EXECUTOR_JOB_COORDINATOR_ADDRESS", "EXECUTOR_PROCESS_COUNT", "EXECUTOR_PROCESS_INDEX")
 # With one slice none of these may be set, not even by the node: libtpu would wait for other slices.
 MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_PORT", "MEGASCALE_SLICE_ID")
 
@@ -39,9 +36,9 @@ def host_environment(
         ENV_CALL_SLICE: str(number),
         "EXECUTOR_NUM_HOSTS": str(place.num_hosts),
         "EXECUTOR_COORDINATOR_ADDRESS": leases[number].port.host_port,
-        ENV_JOB_COORDINATOR_ADDRESS: leases[0].port.host_port,
-        ENV_PROCESS_COUNT: str(len(leases) * place.num_hosts),  # All slices are of one type.
-        ENV_PROCESS_INDEX: str(number * place.num_hosts + worker),
+        "EXECUTOR_JOB_COORDINATOR_ADDRESS": leases[0].port.host_port,
+        "EXECUTOR_PROCESS_COUNT": str(len(leases) * place.num_hosts),  # All slices are of one type.
+        "EXECUTOR_PROCESS_INDEX": str(number * place.num_hosts + worker),
     }
     if isinstance(config, TpuAcceleratorConfig):
         ours |= {
@@ -100,7 +97,7 @@ def initialize_jax(*, timeout_s: float = 300.0, **options: Any) -> None:
     """
     if not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}.")
-    missing = [name for name in _NEEDED if not os.environ.get(name)]
+    missing = [name for name in _OF_JOB if not os.environ.get(name)]
     if missing:
         raise JaxUnavailableError(
             f"initialize_jax needs the variables that a run sets, and this process lacks {', '.join(missing)}. "
@@ -113,10 +110,11 @@ def initialize_jax(*, timeout_s: float = 300.0, **options: Any) -> None:
             "initialize_jax needs jax, which cannot be imported on this host. Install it there, or name it in "
             'execution_env={"pip": ["jax"]}.'
         ) from error
+    address, count, index = (os.environ[name] for name in _OF_JOB)
     jax.distributed.initialize(
-        coordinator_address=os.environ[ENV_JOB_COORDINATOR_ADDRESS],
-        num_processes=int(os.environ[ENV_PROCESS_COUNT]),
-        process_id=int(os.environ[ENV_PROCESS_INDEX]),
+        coordinator_address=address,
+        num_processes=int(count),
+        process_id=int(index),
         initialization_timeout=math.ceil(timeout_s),
         **options,
     )

@@ -9,7 +9,7 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +93,3 @@ def lock_owner(path: str) -> str:
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()[:100]
     return f"process {pid} ({command or 'of another container'})"
-
-
-def call_method(
-    cls: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], method: str, /, *more: Any, **named: Any
-) -> Any:
-    return getattr(cls(*args, **kwargs), method)(*more, **named)

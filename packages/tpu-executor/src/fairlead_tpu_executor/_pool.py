@@ -5,18 +5,19 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
+import ray
 from ray.runtime_env import RuntimeEnv
 
 from fairlead_placement import Slot, extension
 
-from ._attempt import Target, look_at_nodes, make_targets, run_once, start_actor, submit
+from ._attempt import look_at_nodes, run_once, start
 from ._config import AcceleratorConfigType, TpuAcceleratorConfig
 from ._environment import make_slots, megascale_port
-from ._reservation import Reservation
+from ._reservation import Lease, Reservation
 from ._slices import SliceInfo
 from ._verdicts import JobInfo, JobStatus, JobSucceeded, failed_start, judge, retry
 from ._work import Class, Function, Work, check_call, inspect_work
@@ -67,11 +68,6 @@ class SlicePool(ClosesOnExit):
         self._reservation = Reservation(self.config)
         # Whoever uses the slices has it: one run, or one change of their number, at a time.
         self._turn = threading.Lock()
-        extension.release_when_dropped(self, self._reservation.describe_leak, self._reservation.give_back)
-
-    def __repr__(self) -> str:
-        sizes = " or ".join(map(str, self._reservation.sizes))
-        return f"SlicePool({sizes} x {self.config.kind}, {len(self.slices)} held)"
 
     def reserve(self) -> Self:
         """Reserve healthy slices: keep those that are held, and replace lost ones. After an error nothing is held.
@@ -145,26 +141,33 @@ class SlicePool(ClosesOnExit):
         """
         work = self._check(function, args, kwargs)
         with self._take_turn():
-            return self._attempt(work, work.put(args, kwargs), 1)
+            return self._attempt(work, 1)
 
-    def submit(self, function: Function, /, *args: Any, **kwargs: Any) -> list[list[Any]]:
-        """Start a function on every host and return references, a list per slice.
+    def submit(self, function: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Start a function on every host, and return references in the order of the results of `run`.
 
         Nothing is watched or repeated, and calls on one host run one by one. Raises a TypeError, a ValueError or a
         ResourceInsufficientError like `run`, and the errors of `reserve`; `ray.get` raises Ray's.
         """
-        started, claim = self._start(function, args, kwargs)
+        references, slots, claim = self.start(function, args, kwargs, of_class=False)
         claim.release()
-        return started
+        return arrange(references, slots, self.config.flatten)
 
     def start(
-        self, cls: Class, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[list[list[Any]], extension.SlotClaim]:
-        """Start an actor for a class on every host; return the actors, a list per slice, and the claim on their slots.
+        self, target: Function | Class, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, of_class: bool = True
+    ) -> tuple[list[Any], Sequence[Slot], extension.SlotClaim]:
+        """Start an actor for a class, or a task for a function, on every host. Raises the errors of `submit`.
 
-        Raises the errors of `submit`.
+        Returns the actors or the references, their slots, and the claim on the slots.
         """
-        return self._start(cls, args, kwargs, of_class=True)
+        work = self._check(target, args, kwargs, of_class=of_class)
+        with self._take_turn(), self._claim(f"{'instances' if of_class else 'call'} of {work.name}") as claimed:
+            leases, slots, claim = claimed
+            # Ray would never end a task that comes after the end of its placement group.
+            with self._reservation.lock:
+                self._reservation.check_open()
+                call = functools.partial(start, work, self.config, leases, of_class=of_class)
+                return [*map(call, slots)], slots, claim
 
     def close(self) -> bool:
         """Give everything back. Can be repeated; the next use reserves again.
@@ -172,7 +175,8 @@ class SlicePool(ClosesOnExit):
         Returns whether Ray had everything back in time. If its head does not answer, a warning names the slices. They
         are returned in the background when the head answers again, or when the driver ends.
         """
-        return self._reservation.close()
+        self._reservation.is_open = False
+        return self._reservation.give_back()
 
     def __enter__(self) -> Self:
         return self.reserve()
@@ -180,30 +184,31 @@ class SlicePool(ClosesOnExit):
     def _check(
         self, target: Function | Class, args: Sequence[Any], kwargs: Mapping[str, Any], *, of_class: bool = False
     ) -> Work:
-        """Raise a TypeError or a ValueError if a function or class cannot be called here with these arguments."""
+        """Store a function or class with its arguments for the hosts. Raises TypeError or ValueError."""
         work = inspect_work(target, of_class=of_class)
         check_call(work.name, work.function, args, kwargs)
-        work.remote_options(self.config, None)
         RuntimeEnv(**work.runtime_env(self.config))  # Ray checks it here, and not only when the function starts.
         megascale_port(self.config)
-        return work
+        return replace(work, payload=ray.put((work.function, args, kwargs)))
 
     def _run(
         self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first_hosts: bool = False
     ) -> list[Any]:
         work, config = self._check(function, args, kwargs), self.config
         with self._take_turn():
-            attempt = functools.partial(self._attempt, work, work.put(args, kwargs), first_hosts=first_hosts)
+            attempt = functools.partial(self._attempt, work, first_hosts=first_hosts)
             failures, preemptions = config.max_retries_failure, config.max_retries_preemption
             return list(retry(attempt, max_failures=failures, max_preemptions=preemptions).result)
 
-    def _attempt(self, work: Work, payload: Any, number: int, *, first_hosts: bool = False) -> JobStatus:
+    def _attempt(self, work: Work, number: int, *, first_hosts: bool = False) -> JobStatus:
         config, reservation = self.config, self._reservation
-        with self._claim(work, f"run of {work.name}", first_hosts=first_hosts) as (targets, claim):
+        with self._claim(f"run of {work.name}") as (leases, slots, claim):
             began = time.monotonic()
-            values, errors = run_once(targets, payload, config.grace_s, reservation.check_open)
+            slots = [slot for slot in slots if not first_hosts or slot.bundle_index == 0]
+            call = functools.partial(start, work, config, leases)
+            values, errors = run_once(leases, slots, call, config.grace_s, reservation.check_open)
             claim.release()
-        places = tuple(dict.fromkeys(target.slice for target in targets))
+        places = tuple(lease.slice for lease in leases)
         info = JobInfo(work.name, "succeeded", config.kind, places, number, time.monotonic() - began)
         # After two failed starts in a row on one host, other slices are preferred.
         before = reservation.not_started
@@ -211,23 +216,10 @@ class SlicePool(ClosesOnExit):
         reservation.doubtful |= before & reservation.not_started
         if not errors:
             reservation.doubtful.clear()
-            return JobSucceeded(info, arrange(_by_slice(targets, values), config.flatten))
-        status = judge(info, errors, look_at_nodes({target.node_id for target in targets})[1])
+            return JobSucceeded(info, arrange(values, slots, config.flatten))
+        status = judge(info, errors, look_at_nodes(slot.node_id for slot in slots)[1])
         reservation.dead |= {host.node_id for host in errors if host.is_of_dead_node}
         return status
-
-    def _start(
-        self, target: Function | Class, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, of_class: bool = False
-    ) -> tuple[list[list[Any]], extension.SlotClaim]:
-        """Start a task or an actor on every host; return them, a list per slice, and the claim on their slots."""
-        work = self._check(target, args, kwargs, of_class=of_class)
-        payload, start = work.put(args, kwargs), start_actor if of_class else submit
-        with self._take_turn(), self._claim(work, f"{'instances' if of_class else 'call'} of {work.name}") as claimed:
-            targets, claim = claimed
-            # Ray would never end a task that comes after the end of its placement group.
-            with self._reservation.lock:
-                self._reservation.check_open()
-                return _by_slice(targets, [start(target, payload) for target in targets]), claim
 
     @contextlib.contextmanager
     def _take_turn(self) -> Iterator[None]:
@@ -237,26 +229,19 @@ class SlicePool(ClosesOnExit):
             yield
 
     @contextlib.contextmanager
-    def _claim(
-        self, work: Work, holder: str, *, first_hosts: bool = False
-    ) -> Iterator[tuple[list[Target], extension.SlotClaim]]:
-        """Reserve slices and claim their hosts; give those that the work is for, and the claim, which an error ends."""
+    def _claim(self, holder: str) -> Iterator[tuple[Sequence[Lease], Sequence[Slot], extension.SlotClaim]]:
+        """Reserve slices and claim their hosts. An error ends the claim."""
         leases = self._reservation.ensure()
         slots = make_slots(self.config, leases)
         claim = extension.claim_slots(slots, holder)
         try:
-            chosen = [slot for slot in slots if not first_hosts or slot.bundle_index == 0]
-            yield make_targets(work, self.config, leases, chosen), claim
+            yield leases, slots, claim
         except BaseException:
             claim.release()
             raise
 
 
-def _by_slice(targets: Sequence[Target], values: Iterable[Any]) -> list[list[Any]]:
-    numbers = (target.number for target in targets)
-    return list(extension.group_pairs(zip(numbers, values, strict=True)).values())
-
-
-def arrange(nested: Iterable[Sequence[Any]], flatten: bool) -> list[Any]:
-    """Return the values of all hosts in one list, or in one list per slice."""
-    return [value for of_slice in nested for value in of_slice] if flatten else [*map(list, nested)]
+def arrange(values: Sequence[Any], slots: Sequence[Slot], flatten: bool) -> list[Any]:
+    """Return the values of these hosts in one list, or in one list per slice."""
+    pairs = ((slot.node_idx, value) for slot, value in zip(slots, values, strict=True))
+    return [*values] if flatten else [*extension.group_pairs(pairs).values()]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every use of Ray that is not public, each with its reason and its fallback."""
+"""Every use of Ray that is not public, each with its reason."""
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from ray.actor import ActorClass
 from ray.remote_function import RemoteFunction
@@ -13,7 +13,7 @@ from ray.remote_function import RemoteFunction
 def unwrap_remote(target: Any) -> tuple[Any, dict[str, Any]]:
     """Return the function or class under `@ray.remote` and its options; anything else as it is, without options.
 
-    Nothing public reads either of them. There is no fallback.
+    Nothing public reads either of them.
     """
     if isinstance(target, RemoteFunction):
         return target._function, dict(target._default_options)
@@ -26,12 +26,7 @@ def unwrap_remote(target: Any) -> tuple[Any, dict[str, Any]]:
 def no_announcement() -> Iterator[None]:
     """Keep `ray.cluster_utils.Cluster` from announcing its address, and from removing what `ray start` announced.
 
-    Fallback: it does both, so drivers of other programs join it, and do not find the cluster of `ray start`.
+    Drivers of other programs would join it, or not find the cluster of `ray start`.
     """
-    with contextlib.ExitStack() as patches:
-        for module, name in (("ray._private.utils", "write_ray_address"), ("ray._common.utils", "reset_ray_address")):
-            with contextlib.suppress(ImportError, AttributeError):
-                owner = importlib.import_module(module)
-                patches.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, lambda *_: None)
+    with mock.patch("ray._private.utils.write_ray_address"), mock.patch("ray._common.utils.reset_ray_address"):
         yield

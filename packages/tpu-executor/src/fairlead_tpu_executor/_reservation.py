@@ -12,7 +12,7 @@ same order.
 - **Two jobs want the same slices.** Both choose free slices in the order of their names, so the job that gets the first
   one gets the others too. The groups of the other job find no room: all of them are removed, and the job waits until as
   many slices as it needs are free. While it waits it takes nothing, so no two jobs wait for each other's slices.
-- **An autoscaler is to bring a slice.** While slices are missing, and only if an autoscaler is there, `Demand` requests
+- **An autoscaler is to bring a slice.** While slices are missing, and only if an autoscaler is there, the pool requests
   one group with the bundle of worker 0 of every slice that the pool does not hold, even of free ones. Ray cannot place
   a part of it, so it takes none of the free ones, and an autoscaler sees how many are missing beside them. The head
   resource makes it add whole slices. Once Ray has placed the group, all slices have come: the group is removed,
@@ -51,6 +51,8 @@ _REPEAT_S = 60.0
 _POLL_S = (0.05, 1.0)
 # Seconds after the timeout in which another driver may still take a free slice first.
 _RACES_S = 5.0
+# Where worker 0 is, as a place for the port of its slice.
+_FIRST: dict[str, Any] = dict.fromkeys(("bundle_index", "node_idx", "node_rank", "local_rank"), 0)
 
 
 @dataclass(frozen=True)
@@ -72,19 +74,6 @@ def _describe(config: AcceleratorConfigType, place: SliceInfo) -> dict[str, Any]
     return {**options, "bundle_label_selector": [{"ray.io/node-id": node_id} for node_id in place.node_ids]}
 
 
-def _first_slot(place: SliceInfo, group: PlacementGroup) -> Slot:
-    """Return worker 0 of a slice as a place for a port."""
-    return Slot(
-        placement_group=group,
-        bundle_index=0,
-        node_idx=0,
-        node_id=place.node_ids[0],
-        node_ip=place.node_ips[0],
-        node_rank=0,
-        local_rank=0,
-    )
-
-
 def _look_up(group: PlacementGroup) -> tuple[str, tuple[str, ...]]:
     """Return the state of a group, and the node of each of its bundles, as far as Ray knows."""
     row = extension.ask_head("look at a placement group", placement_group_table, group) or {}
@@ -92,38 +81,8 @@ def _look_up(group: PlacementGroup) -> tuple[str, tuple[str, ...]]:
     return row.get("state", "REMOVED"), tuple(nodes[index] for index in sorted(nodes))
 
 
-class Demand:
-    """The request for missing slices, or for room for workers, that an autoscaler sees."""
-
-    def __init__(self, config: AcceleratorConfigType) -> None:
-        self._config = config
-        self._groups: list[PlacementGroup] = []  # one, or none
-        self._next_at = 0.0
-
-    def update(self, count: int) -> None:
-        """Request `count` slices, if there is an autoscaler, or withdraw the request if it is met."""
-        config = self._config
-        with extension.head_deadline():
-            if self._groups:
-                if _look_up(self._groups[0])[0] == "CREATED":
-                    self.withdraw()
-                    self._next_at = time.monotonic() + _REPEAT_S
-            elif time.monotonic() >= self._next_at:
-                if not extension.ask_head("look for an autoscaler", extension.autoscaler_is_there):
-                    return
-                count *= 1 if isinstance(config, TpuAcceleratorConfig) else config.worker_count
-                wanted = {"name": "fairlead-wanted", "bundles": [config.bundle(None, worker=0)] * count}
-                self._groups = [*extension.create_groups([wanted], deadline=0.0)]
-
-    def withdraw(self) -> None:
-        """Request nothing any more. Can be repeated."""
-        groups, self._groups = self._groups, []
-        with extension.head_deadline():
-            extension.remove_placement_groups(groups)
-
-
 class Reservation:
-    """The one owner of what a pool holds. A finalizer keeps it alive, and not the pool itself.
+    """The one owner of what a pool holds, shared by the copies of the pool.
 
     Attributes:
         sizes: the allowed numbers of slices, ascending.
@@ -144,6 +103,8 @@ class Reservation:
         self.not_started: set[str] = set()
         self.doubtful: set[str] = set()
         self.lock = threading.RLock()
+        self._demand: list[PlacementGroup] = []  # what an autoscaler is to make room for: one group, or none
+        self._next_demand_at = 0.0
 
     def ensure(self) -> tuple[Lease, ...]:
         """Hold healthy slices, keep those that are held, and replace lost ones; after an error nothing is held."""
@@ -206,13 +167,10 @@ class Reservation:
         Nothing more is taken while it waits: two jobs that each hold a part of what both need would wait forever.
         """
         config, sizes = self.config, self.sizes
-        any_s = config.scale_timeout_s
-        if lost:
-            any_s = config.replace_timeout_s
-        elif len(self.leases) in sizes:
-            any_s = 0.0
+        any_s = 0.0 if len(self.leases) in sizes else config.scale_timeout_s
+        any_s = config.replace_timeout_s if lost else any_s
         largest_s = min(any_s, config.scale_timeout_s)
-        began, pause, demand = time.monotonic(), _POLL_S[0], Demand(config)
+        began, pause, self._next_demand_at = time.monotonic(), _POLL_S[0], 0.0
         with extension.Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting:
             try:
                 while True:
@@ -222,9 +180,9 @@ class Reservation:
                     held = len(self.leases)
                     size = choose_size(sizes, held + len(free), waited_out=waited >= largest_s)
                     if size is None:
-                        demand.update(sizes[-1] - held)
+                        self._request(sizes[-1] - held)
                     else:
-                        demand.withdraw()  # Ray would place it on the slices that are to be taken.
+                        self._withdraw()  # Ray would place it on the slices that are to be taken.
                         if self._change_size(size, free):
                             return
                     if waited >= any_s + (0 if size is None else _RACES_S):
@@ -235,7 +193,27 @@ class Reservation:
                     time.sleep(max(0.01, min(random.uniform(0.5, 1.0) * pause, began + nearest - time.monotonic())))
                     pause = min(2 * pause, _POLL_S[1])
             finally:
-                demand.withdraw()
+                self._withdraw()
+
+    def _request(self, count: int) -> None:
+        """Let an autoscaler see that `count` slices, or workers, are missing, until they have come."""
+        config = self.config
+        with extension.head_deadline():
+            if self._demand:
+                if _look_up(self._demand[0])[0] == "CREATED":
+                    self._withdraw()
+                    self._next_demand_at = time.monotonic() + _REPEAT_S
+            elif time.monotonic() >= self._next_demand_at:
+                if not extension.ask_head("look for an autoscaler", extension.autoscaler_is_there):
+                    return
+                count *= 1 if isinstance(config, TpuAcceleratorConfig) else config.worker_count
+                wanted = {"name": "fairlead-wanted", "bundles": [config.bundle(None, worker=0)] * count}
+                self._demand = [*extension.create_groups([wanted], deadline=0.0)]
+
+    def _withdraw(self) -> None:
+        groups, self._demand = self._demand, []
+        with extension.head_deadline():
+            extension.remove_placement_groups(groups)
 
     def _change_size(self, size: int, free: Sequence[SliceInfo]) -> bool:
         """Hold `size` slices; return False, with nothing new, if another job was faster or a host seems to be lost."""
@@ -245,9 +223,14 @@ class Reservation:
         groups, leases = list(placed), list[Lease]()
         try:
             if [*placed.values()] == [place.node_ids for place in chosen]:
-                ports = lease_ports([*map(_first_slot, chosen, groups)])
-                held = zip(chosen, groups, ports, strict=True)
-                leases = [Lease(place, group, port) for place, group, (port,) in held]
+                pairs = [*zip(chosen, groups, strict=True)]
+                ports = lease_ports(
+                    [
+                        Slot(placement_group=group, node_id=place.node_ids[0], node_ip=place.ip_address, **_FIRST)
+                        for place, group in pairs
+                    ]
+                )
+                leases = [Lease(place, group, port) for (place, group), (port,) in zip(pairs, ports, strict=True)]
         except (HeadTimeoutError, PortUnavailableError):
             raise
         except PlacementError as error:
@@ -263,10 +246,6 @@ class Reservation:
         self.leases = (*self.leases, *leases)
         return True
 
-    def close(self) -> bool:
-        self.is_open = False
-        return self.give_back()
-
     def give_back(self, timeout_s: float | None = None) -> bool:
         """Return slices and ports, and whether Ray had the resources before its head's deadline."""
         with self.lock:
@@ -277,15 +256,6 @@ class Reservation:
                 names = ", ".join(lease.slice.slice_name for lease in leases)
                 logger.warning("%s will be returned when Ray's head answers. %s", names, error)
                 return False
-
-    def describe_leak(self) -> str:
-        """Return the warning about a pool that was dropped; empty if it holds nothing."""
-        if not self.leases or not extension.connection():
-            return ""
-        return (
-            f"A slice pool was dropped without close() while it held {len(self.leases)} slice(s). They are returned in "
-            "the background. Use the pool in a with statement, or call close()."
-        )
 
 
 def choose_size(sizes: Sequence[int], present: int, *, waited_out: bool) -> int | None:

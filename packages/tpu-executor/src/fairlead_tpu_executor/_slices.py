@@ -8,7 +8,7 @@ topology, of which one type may have several. Nor does Ray say which slices ther
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fairlead_placement import Node, extension
@@ -17,18 +17,9 @@ SLICE_NAME = "ray.io/tpu-slice-name"
 WORKER_ID = "ray.io/tpu-worker-id"
 TOPOLOGY = "ray.io/tpu-topology"
 TYPE = "ray.io/tpu-pod-type"
-_ZONE = "ray.io/availability-zone"
 # By generation, how many units of the number in a type make a chip (TensorCores, or chips), and the chips of the
 # largest VM; the hosts of larger slices have 4 each.
-GENERATIONS = {
-    "v2": (2, 4),
-    "v3": (2, 4),
-    "v4": (2, 4),
-    "v5p": (2, 4),
-    "v5litepod": (1, 8),
-    "v6e": (1, 8),
-    "v7x": (2, 4),
-}
+GENERATIONS = dict.fromkeys(("v2", "v3", "v4", "v5p", "v7x"), (2, 4)) | dict.fromkeys(("v5litepod", "v6e"), (1, 8))
 _PATTERN = re.compile(r"(?:tpu-?v?|v)(\d+[a-z]*)(?:-(\d+))?")
 
 
@@ -74,10 +65,11 @@ def tpu_type(name: str, *, topology: str | None = None, chips_per_vm: int | None
             f"{name!r} is not a TPU type: the number counts {'chips' if units == 1 else 'TensorCores, 2 per chip'}."
         )
     per_host = chips_per_vm if chips_per_vm is not None else chips if chips <= largest_vm else 4
-    if isinstance(per_host, bool) or per_host not in (1, 2, 4, 8) or chips % per_host:
+    possible = [number for number in (1, 2, 4, 8) if number <= largest_vm]
+    if isinstance(per_host, bool) or per_host not in possible or chips % per_host:
         raise ValueError(
-            f"{name!r} has {chips} chip(s), which hosts of {per_host!r} chips cannot share: a host has 1, 2, 4 or 8, "
-            "and all hosts of a slice have the same number (chips_per_vm)."
+            f"{name!r} has {chips} chip(s), which hosts of {per_host!r} chips cannot share: a host has "
+            f"{' or '.join(map(str, possible))}, and all hosts of a slice have the same number (chips_per_vm)."
         )
     text = "" if topology is None else topology.strip().lower()
     if text and (not re.fullmatch(r"\d+(x\d+)+", text) or math.prod(map(int, text.split("x"))) != chips):
@@ -100,9 +92,8 @@ class SliceInfo:
         node_ids: Ray's ids of the hosts.
         node_ips: the addresses of the hosts.
         kind: the type of the slice, such as "v4-16".
-        topology: the topology, such as "2x2x2"; empty, like the zone, if the hosts have no label for it.
+        topology: the topology, such as "2x2x2"; empty if the hosts have no label for it.
         head_resource: the resource that only worker 0 has, and that the user of the slice reserves; empty for none.
-        zone: the availability zone.
     """
 
     slice_name: str
@@ -114,7 +105,6 @@ class SliceInfo:
     kind: str = ""
     topology: str = ""
     head_resource: str = ""
-    zone: str = ""
 
 
 def find_type(nodes: Sequence[Node], generation: str) -> str:
@@ -142,38 +132,13 @@ def assess_slices(nodes: Sequence[Node], wanted: TpuType) -> dict[str, tuple[Sli
                 chosen[f"{name}/{node.node_id[:8]}" if name else node.node_id[:8]] = [node]
         else:
             chosen[name or f"hosts without the label {SLICE_NAME}"] = hosts
-    return {name: (_assess(name, chosen[name], wanted), chosen[name]) for name in sorted(chosen, key=_natural_key)}
-
-
-def _natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Return a sort key that puts slice-2 before slice-10."""
-    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)
+    return {name: (_assess(name, chosen[name], wanted), chosen[name]) for name in sorted(chosen)}
 
 
 def _assess(name: str, hosts: Sequence[Node], wanted: TpuType) -> SliceInfo | str:
     """Return the slice if these hosts are all of it and match the type; otherwise what is wrong."""
     ids = [node.labels.get(WORKER_ID, "0" if wanted.hosts == 1 else "") for node in hosts]
     topologies = sorted({node.labels.get(TOPOLOGY, "") for node in hosts})
-    if problem := _find_problem(hosts, wanted, ids, topologies):
-        return problem
-    ordered = [node for _, node in sorted(zip(map(int, ids), hosts, strict=True), key=lambda pair: pair[0])]
-    first = ordered[0]
-    return SliceInfo(
-        slice_name=name,
-        num_hosts=len(ordered),
-        ip_address=first.ip,
-        num_accelerators_per_host=int(first.total["TPU"]),
-        node_ids=tuple(node.node_id for node in ordered),
-        node_ips=tuple(node.ip for node in ordered),
-        kind=wanted.name,
-        topology=topologies[0],
-        head_resource=next((name for name in sorted(first.total) if re.fullmatch("TPU-.*-head", name)), ""),
-        zone=first.labels.get(_ZONE, ""),
-    )
-
-
-def _find_problem(hosts: Sequence[Node], wanted: TpuType, ids: Sequence[str], topologies: Sequence[str]) -> str:
-    """Return why these hosts are not a whole slice of a type; empty if they are."""
     types = sorted({canonical_name(node.labels.get(TYPE, "")) for node in hosts})
     amounts = sorted({int(node.total.get("TPU", 0)) for node in hosts})
     per_host, (units, _) = wanted.chips_per_host, GENERATIONS[wanted.generation]
@@ -192,16 +157,16 @@ def _find_problem(hosts: Sequence[Node], wanted: TpuType, ids: Sequence[str], to
     if len(amounts) > 1 or amounts[0] not in (per_host, per_host * units):
         have = ", ".join(map(str, amounts))
         return f"its hosts have {have} TPU, {wanted.name} has {per_host} on each (chips_per_vm)"
-    return ""
-
-
-def find_room(nodes: Sequence[Node], bundle: Mapping[str, float], count: int, kind: str) -> SliceInfo | str:
-    """Return what stands for a slice where there are no TPUs: `count` bundles on the first nodes with room for them."""
-    chosen: list[Node] = []
-    for node in nodes:
-        chosen += [node] * min(extension.count_bundles(bundle, node.free), count - len(chosen))
-    if len(chosen) < count:
-        each = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-        return f"room for {len(chosen)} of {count} workers of {each} each"
-    ids, ips = tuple(node.node_id for node in chosen), tuple(node.ip for node in chosen)
-    return SliceInfo(kind, count, ips[0], int(bundle.get("GPU", 0)), ids, ips, kind)
+    ordered = [node for _, node in sorted(zip(map(int, ids), hosts, strict=True), key=lambda pair: pair[0])]
+    first = ordered[0]
+    return SliceInfo(
+        slice_name=name,
+        num_hosts=len(ordered),
+        ip_address=first.ip,
+        num_accelerators_per_host=int(first.total["TPU"]),
+        node_ids=tuple(node.node_id for node in ordered),
+        node_ips=tuple(node.ip for node in ordered),
+        kind=wanted.name,
+        topology=topologies[0],
+        head_resource=next((name for name in sorted(first.total) if re.fullmatch("TPU-.*-head", name)), ""),
+    )

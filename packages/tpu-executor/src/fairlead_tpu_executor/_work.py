@@ -4,19 +4,17 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
-
-import ray
 
 from ._config import AcceleratorConfigType
 from ._ray_private import unwrap_remote
-from ._slices import SliceInfo
 
 # The pool sets these, so a user's @ray.remote may not.
 _REFUSED = ("num_returns", "scheduling_strategy", "placement_group", "label_selector")
 # These are taken over from a user's @ray.remote without a change.
-_KEPT = ("name", "enable_task_events", "max_concurrency", "max_pending_calls", "_labels")
+_REQUESTS = ("num_cpus", "num_gpus", "memory")
+_KEPT = (*_REQUESTS, "name", "enable_task_events", "max_concurrency", "max_pending_calls", "_labels")
 
 
 class Remote(Protocol):
@@ -42,26 +40,14 @@ class Work:
 
     name: str
     function: Callable[..., Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any]
+    payload: Any = None  # the reference of what the hosts get: the function and its arguments
 
-    def put(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return ray.put((self.function, args, dict(kwargs)))
-
-    def remote_options(self, config: AcceleratorConfigType, place: SliceInfo | None) -> dict[str, Any]:
-        """Return the Ray options of its task on a host; ValueError if it requests more than is reserved there."""
-        reserved = config.request(place)
-        own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-        asked = {name: float(self.options[key]) for name, key in own.items() if self.options.get(key) is not None}
-        asked = {**reserved, **asked, **(self.options.get("resources") or {})}
-        for name, amount in asked.items():
-            if amount > reserved.get(name, 0.0):
-                raise ValueError(
-                    f"{self.name} requests {amount:g} {name} in its @ray.remote, but {reserved.get(name, 0.0):g} are "
-                    "reserved on each host. Reserve more (cpu_count), or request less."
-                )
-        options = {name: self.options[name] for name in _KEPT if self.options.get(name) is not None}
-        options |= {"num_cpus": asked.pop("CPU"), "num_gpus": asked.pop("GPU", 0.0)}
-        return {**options, "resources": {name: amount for name, amount in asked.items() if amount}}
+    def remote_options(self, reserved: Mapping[str, float]) -> dict[str, Any]:
+        """Return the Ray options of its task on a host, which requests all that is reserved there unless it says so."""
+        resources = {**reserved, **(self.options.get("resources") or {})}
+        options = {"num_cpus": resources.pop("CPU"), "num_gpus": resources.pop("GPU", 0.0), "resources": resources}
+        return options | {name: self.options[name] for name in _KEPT if self.options.get(name) is not None}
 
     def runtime_env(self, config: AcceleratorConfigType) -> dict[str, Any]:
         """Return the runtime_env of its `@ray.remote` with that of the configuration, which overrides it."""

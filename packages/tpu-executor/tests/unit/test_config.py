@@ -97,8 +97,6 @@ def test_pool_takes_either():
     assert SlicePool("v4-16", [1, 2], cpu_count=1).config == TpuAcceleratorConfig("v4-16", [1, 2], cpu_count=1)
     config = CpuAcceleratorConfig(2)
     assert SlicePool(config, grace_s=1.0).config.grace_s == 1.0
-    assert repr(SlicePool(config)) == "SlicePool(1 x cpu, 0 held)"
-    assert repr(SlicePool("v4-16", [1, 2])) == "SlicePool(1 or 2 x v4-16, 0 held)"
     with pytest.raises(TypeError, match="pod_count"):
         SlicePool(config, 2)
     with pytest.raises(ValueError, match="give worker_count, not a size"):

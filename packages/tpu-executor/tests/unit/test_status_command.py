@@ -3,6 +3,7 @@
 
 import io
 
+from ray.util.tpu import get_chips_per_host
 from rich.console import Console
 
 from fairlead_placement import Node, ResourceHolder
@@ -45,6 +46,14 @@ def test_statuses():
     assert "train[/b]" in text
     assert "1/?" in text
     assert text.count("nobody") == 2
+
+
+def test_two_resources_per_chip():
+    """A host with 4 chips of 2 cores each may have 8 of the resource, and is not a slice by itself."""
+    assert get_chips_per_host("2x2x2", "v7x") == 4
+    nodes = [host("a", worker, "v7x-16", "2x2x2", tpus=8.0) for worker in (0, 1)]
+    assert [row[3:5] for row in slice_rows(nodes, [])] == [("2/2", "whole")]
+    assert [row[3:5] for row in slice_rows(nodes[1:], [])] == [("1/2", "1 of 2 hosts, worker 0 is missing")]
 
 
 def test_hosts_without_the_name_of_a_slice():
