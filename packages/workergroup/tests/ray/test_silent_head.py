@@ -77,7 +77,7 @@ VIEW = {
 }
 HANDLE = {
     **CALLS,
-    "epoch": READ,
+    "group_epoch": READ,
     "group_id": READ,
     "name": READ,
     "status": (lambda handle: handle.status(), HeadTimeoutError),
@@ -97,7 +97,7 @@ def make_group_calls():
         # Other methods run at the same time.
         "get_worker_status": (lambda group: [one.state in states for one in group.get_worker_status()], [True, True]),
         "handle": (lambda group: group.handle().name, "calls"),
-        "inspect": (lambda group: group.state().group_epoch, 0),
+        "state": (lambda group: group.state().group_epoch, 0),
         "master_address": READ,
         "master_port": READ,
         "resize": (lambda group: group.resize(worker=3, timeout=LIMIT_S), (HeadTimeoutError, ResizeTimeoutError)),
