@@ -210,8 +210,9 @@ def late_error(
     """Return the error about workers that have not started in time, given the looks at the first of them."""
     lines = [_describe_start(member, seen) for member, seen in zip(slow, looks, strict=False)]
     lines += [f"and {len(slow) - len(lines)} others"] if len(slow) > len(lines) else []
+    waited = f"{timeout_s:.0f}" if timeout_s >= 10 else f"{timeout_s:.2g}"
     return WorkerStartError(
-        f"{len(slow)} of {workers} workers had not finished their constructor after {timeout_s:.4g} s. Give them more "
+        f"{len(slow)} of {workers} workers had not finished their constructor after {waited} s. Give them more "
         "time (timeout_s of launch, Timeouts.start_s of a group, the timeout of a resize), or look at what they wait "
         "for:" + "".join(f"\n  {line}" for line in lines)
     )
