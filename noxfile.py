@@ -497,7 +497,7 @@ def typecheck(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation (build/site/index.html), warnings as errors, and run its examples."""
     install(session, *map(package, SIBLINGS), "torch", *group("docs"), *PYTEST)
-    session.run("sphinx-build", "--fresh-env", "--fail-on-warning", "--keep-going", "-q", "-c", "docs", ".", "build/site")
+    session.run("sphinx-build", "-E", "--fail-on-warning", "--keep-going", "-q", "-c", "docs", ".", "build/site")
     run_tests(session, "docs/test_site.py", "docs/test_pages.py", *session.posargs)
 
 
