@@ -56,7 +56,10 @@ def publish(key: str, version: int, value: Any) -> None:
 
 
 def _send(key: str, version: int, value: Any) -> None:
-    node_id = ray.get_runtime_context().get_node_id()
+    try:
+        node_id = ray.get_runtime_context().get_node_id()
+    except RuntimeError:  # another thread has shut Ray down, so that nobody can read it
+        return
     try:
         send_to_agents("publish", {node_id: (key, version, value)}, {node_id: (key,)}, _publish_again)
     except (PlacementError, ray.exceptions.RayError) as error:
