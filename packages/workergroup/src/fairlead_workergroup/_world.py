@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
@@ -141,11 +141,12 @@ class Deadline:
     """
 
     at: float | None = None
+    limit_s: float | None = field(default=None, compare=False)  # what its maker was given, for errors
 
     @classmethod
     def after(cls, seconds: float | None) -> "Deadline":
         """Return the deadline that is this many seconds from now."""
-        return cls(None if seconds is None else current.now() + seconds)
+        return cls(None if seconds is None else current.now() + seconds, seconds)
 
     def sooner(self, other: "Deadline") -> "Deadline":
         """Return the earlier of two deadlines."""

@@ -32,8 +32,8 @@ from .provision import Provisioner, Staged
 
 logger = logging.getLogger(__name__)
 
-# Of a rank whose old process was told to end, and may still be there.
-MAY_RUN = "its old process was told to end, and no other one has started"
+# Of a rank whose old process did not end in time, so that no other one was started.
+MAY_RUN = "its old process may still run, and no other one has started"
 UNFINISHED = "it had not finished when the resize had to end"
 # Sends a method of the user's class to ranks with a deadline, and returns the call.
 RunHook = Callable[[str, Sequence[int], Deadline], Any]

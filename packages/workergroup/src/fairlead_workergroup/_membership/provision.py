@@ -302,6 +302,7 @@ class Provisioner(Described):
             [*members.values()],
             name=self._core.name_prefix,
             timeout_s=until.left() or 0.0,
+            limit_s=until.limit_s,
             check=check,
             look=look_at_starts,
             explain=lambda member, error: find_losses(self._core, {member: error}).get(member),

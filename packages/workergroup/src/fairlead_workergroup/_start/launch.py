@@ -160,13 +160,16 @@ def wait_started(
     *,
     name: str,
     timeout_s: float,
+    limit_s: float | None = None,
     check: Callable[[], None],
     look: Callable[[Sequence[Member]], Sequence[WorkerLook | None]] = lambda late: [None] * len(late),
     explain: Callable[[Member, BaseException], WorkerFailure | None] = lambda member, error: None,
 ) -> list[dict[str, Any]]:
     """Wait until all constructors have finished; return what each worker reports, in the order of `members`.
 
-    `look` looks at workers that are late, and `explain` returns the loss of a worker, if that is what an error means.
+    The error about late workers names `limit_s`, of which the start may have used a part before; None stands for
+    `timeout_s`. `look` looks at workers that are late, and `explain` returns the loss of a worker, if that is what an
+    error means.
     """
     began = time.monotonic()
     answers: dict[int, dict[str, Any]] = {}
@@ -190,7 +193,7 @@ def wait_started(
                 check()
                 if left <= 0:
                     slow = list(pending.values())
-                    raise late_error(slow, look(slow[:SHOWN]), len(started), timeout_s) from None
+                    raise late_error(slow, look(slow[:SHOWN]), len(started), limit_s or timeout_s) from None
             else:
                 member = pending.pop(at)
                 if (error := answer.exception()) is not None:
@@ -210,9 +213,8 @@ def late_error(
     """Return the error about workers that have not started in time, given the looks at the first of them."""
     lines = [_describe_start(member, seen) for member, seen in zip(slow, looks, strict=False)]
     lines += [f"and {len(slow) - len(lines)} others"] if len(slow) > len(lines) else []
-    waited = f"{timeout_s:.0f}" if timeout_s >= 10 else f"{timeout_s:.2g}"
     return WorkerStartError(
-        f"{len(slow)} of {workers} workers had not finished their constructor after {waited} s. Give them more "
+        f"{len(slow)} of {workers} workers had not finished their constructor after {timeout_s:.4g} s. Give them more "
         "time (timeout_s of launch, Timeouts.start_s of a group, the timeout of a resize), or look at what they wait "
         "for:" + "".join(f"\n  {line}" for line in lines)
     )
