@@ -32,7 +32,6 @@ from fairlead_workergroup._observe import query
 from fairlead_workergroup._observe.query import ask_nodes
 from fairlead_workergroup._remote import progress as _records
 from fairlead_workergroup._remote.process import start_tick
-from fairlead_workergroup._remote.progress import Record
 from fairlead_workergroup._start.worker_class import Method
 from fairlead_workergroup._transport.arguments import Arguments
 
@@ -81,7 +80,6 @@ def rows() -> list[Row]:
             *_sharding_rows(),
             *_start_rows(),
             *_plan_rows(),
-            *_record_rows(),
             *_loss_rows(),
         ]
     finally:
@@ -197,17 +195,6 @@ def _start_rows() -> Iterator[Row]:
     ratio = base.median / timing.median
     yield Row(f"start of {WORKERS} workers, an initializer each", str(base), "", True)
     yield Row("  by worker group, end included", f"{ratio:.1f}x faster, {timing}", "at least 2.5x faster", ratio >= 2.5)
-
-
-def _record_rows() -> Iterator[Row]:
-    """Measure the cost of a worker's record at each call."""
-    record = Record(["__init__", "step"])
-
-    def call() -> None:
-        record.end(record.begin(1))
-
-    (timing,) = interleaved(call, repeats=100, calls=1_000)
-    yield Row("what a worker's record costs a call", str(timing), "at most 2 us", timing.median <= 2e-6)
 
 
 def _loss_rows() -> Iterator[Row]:
