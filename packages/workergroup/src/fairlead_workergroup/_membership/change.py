@@ -14,7 +14,9 @@ from fairlead_placement.extension import head_deadline
 from .. import _world
 from .._model import Member
 from .._observe.head import alive_nodes
+from .._observe.query import late_workers
 from .._ray_private import end_of
+from .._remote.facts import apply_facts
 from .._world import NEVER, Deadline, wait_for_event
 from ..exceptions import (
     FailureKind,
@@ -26,7 +28,8 @@ from ..exceptions import (
     WorkerStartError,
 )
 from .core import BROKEN, Core
-from .delivery import drain, explain_failure, find_late, send_facts, wait_for
+from .delivery import find_late, send_function, wait_for
+from .losses import find_losses
 from .operations import Operation, Plan, restart_lost
 from .provision import Provisioner, Staged
 
@@ -240,12 +243,11 @@ class Changes:
         finally:
             # Later than the facts: a worker without them refuses the calls of handles in the new epoch.
             self._provisioner.publish()
-        calls = []
+        calls = {}
         if self._on_restart is not None and plan.hooked:
-            calls.append(("Restart.method", self._run_hook(self._on_restart, plan.hooked, run.until)))
+            calls["Restart.method"] = self._run_hook(self._on_restart, plan.hooked, run.until)
         if self._on_resize is not None and plan.follows:
-            everybody = range(len(after.members))
-            calls.append(("on_resize", self._run_hook(self._on_resize, everybody, run.until)))
+            calls["on_resize"] = self._run_hook(self._on_resize, range(len(after.members)), run.until)
         run.await_hooks(calls)
         if after.is_broken:
             core.advance(phase="serving")
@@ -300,7 +302,7 @@ class _Run:
             # Handles of other processes see that these workers are replaced, and do not take that for a loss.
             provisioner.publish({rank: staged.state.members[rank] for rank in plan.replaced})
             self._has_ended = True
-            self._end([rank for rank in plan.replaced if rank < len(self.before.members)])
+            self._end(plan.replaced)
             with head_deadline(self.until.left()):
                 self.started |= provisioner.start(staged, plan.replaced, self.until, check)
         state = staged.state
@@ -343,7 +345,8 @@ class _Run:
     def _drain(self) -> None:
         """Wait until calls have ended."""
         living = [self.before.members[rank] for rank in self.plan.quiet]
-        late = drain(self._core, living, self.until, self._change.check, concurrent=self._concurrent)
+        ranks = find_late(living, self.until, self._change.check, concurrent=self._concurrent)
+        late = late_workers([self._core.now.members[rank] for rank in ranks]) if ranks else ()
         if late and self.plan.follows:
             raise self._change.late_error(
                 "It waited for calls that were made before. Make it again with a longer timeout, or cancel these "
@@ -351,8 +354,7 @@ class _Run:
                 late,
             )
         if late:
-            busy = sorted(worker.rank for worker in late)
-            logger.warning("Rank(s) %s are restarted while they are busy.", busy)
+            logger.warning("Rank(s) %s are restarted while they are busy.", sorted(ranks))
 
     def _end(self, ranks: Sequence[int]) -> None:
         """End the old processes of ranks, or raise: their slots cannot be used again while they are there."""
@@ -367,55 +369,43 @@ class _Run:
 
     def deliver(self) -> None:
         """Send the facts of the epoch to those who keep running; wait for them if all have to follow."""
-        core, plan, now = self._core, self.plan, self._core.now
+        plan, now = self.plan, self._core.now
         self._change.check()
         alone = plan.follows and self._concurrent
         layout = self._provisioner.layout() if len(now.members) != len(self.before.members) else None
         sent = {
-            one.rank: send_facts(one, now.facts_since(self.before, one.rank), layout, self.until, alone=alone)
+            (one.rank, ""): send_function(
+                one, apply_facts, now.facts_since(self.before, one.rank), layout, alone=alone, until=self.until
+            )
             for one in now.members
             if one.rank not in self.started and one.lost is None
         }
         if plan.follows:
-            what = f"{plan.what} of {core.name_prefix}: facts"
-            errors, late = wait_for(sent, self.until, what, self._change.check)
-            self._check_followed(errors, dict.fromkeys(late, UNFINISHED), {})
+            self._await(sent)
 
-    def await_hooks(self, calls: Sequence[tuple[str, Any]]) -> None:
-        """Wait for methods of the user that run on all workers at once."""
-        if not calls:
-            return
-        ends = {
-            (at, rank): end
-            for at, (_, call) in enumerate(calls)
-            for rank, end in zip(call.called_workers, map(end_of, call.futures), strict=True)
-        }
-        what = f"{self.plan.what} of {self._core.name_prefix}: {', '.join(dict(calls))}"
-        errors, late = wait_for(ends, self.until, what, self._change.check)
-        named = {rank: f"{calls[at][0]} failed: " for at, rank in [*errors, *late]}
-        failed = {rank: error for (_, rank), error in errors.items()}
-        self._check_followed(failed, {rank: named[rank] + UNFINISHED for _, rank in late}, named)
+    def await_hooks(self, calls: Mapping[str, Any]) -> None:
+        """Wait for methods of the user that run on all workers at once, by what they are."""
+        self._await(
+            {
+                (rank, f"{name} failed: "): end_of(future)
+                for name, call in calls.items()
+                for rank, future in zip(call.called_workers, call.futures, strict=True)
+            }
+        )
 
-    def _check_followed(
-        self, errors: Mapping[int, Exception], late: Mapping[int, str], named: Mapping[int, str]
-    ) -> None:
-        """Raise if workers have failed or are late, and record that they are lost.
-
-        Args:
-            errors: what they have raised, by rank.
-            late: what the late ones did not do, by rank.
-            named: what they did, for the report, by rank.
-        """
+    def _await(self, futures: Mapping[tuple[int, str], Any]) -> None:
+        """Wait for what workers do, by rank and a text about it; raise if they fail or are late, and then lost."""
+        errors, late = wait_for(futures, self.until, self._change.check)
         self._change.check()
         if not errors and not late:
             return
-        now = self._core.now
         kind: FailureKind = "resize-failed" if self.plan.follows else "start-failed"
-        failures = {
-            now[rank]: explain_failure(self._core, now[rank], error, named.get(rank, ""), kind)
-            for rank, error in errors.items()
-        }
-        failures |= {now[rank]: now[rank].failure(kind, text) for rank, text in late.items() if rank not in errors}
+        now = self._core.now
+        failures = {now[rank]: now[rank].failure(kind, what + UNFINISHED) for rank, what in late}
+        for (rank, what), error in errors.items():
+            cause = getattr(error, "cause", None) or error
+            own = now[rank].failure(kind, f"{what}it raised {type(cause).__name__}: {cause}")
+            failures[now[rank]] = find_losses(self._core, {now[rank]: error}).get(now[rank], own)
         raise self._lose(failures) from next(iter(errors.values()), None)
 
     def _lose(self, failures: Mapping[Member, WorkerFailure]) -> WorkerFailureError:
@@ -440,7 +430,7 @@ class _Run:
                 return WorkerFailureError(error.failures, BROKEN)
             cause = f"the change was interrupted: {error!r}"  # not by a worker: it is unknown who has followed
             return self._lose({one: one.failure("resize-failed", cause) for one in core.now.members})
-        ended = [rank for rank in plan.replaced if rank < len(before.members)]
+        ended = list(plan.replaced)
         if not self._has_ended:  # lost ranks could not be started again
             ended = [rank for rank in ended if plan.closes and rank in before.lost]
         if not ended:

@@ -3,7 +3,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,58 +30,37 @@ BROKEN = (
 
 
 class PlannedCall(Protocol):
-    """A call that is ready to be sent, now or later."""
+    """A call that is ready to be sent, now or later; `_calls.plan` says what each of these is."""
 
     @property
-    def method(self) -> Method:
-        """The method, or the function in its place."""
-
+    def method(self) -> Method: ...
     @property
-    def called(self) -> Sequence[int]:
-        """The ranks that it reaches."""
-
+    def called(self) -> Sequence[int]: ...
     @property
-    def began(self) -> float:
-        """When its caller made it."""
-
+    def began(self) -> float: ...
     @property
-    def deadline(self) -> Deadline:
-        """The deadline of its results."""
-
+    def deadline(self) -> Deadline: ...
     @property
-    def sharding(self) -> NamedSharding | None:
-        """The axes that it was planned on; None if its ranks were given by number."""
-
+    def sharding(self) -> NamedSharding | None: ...
     @property
-    def is_hook(self) -> bool:
-        """Whether it belongs to the change of membership that is under way, and does not wait for it."""
-
+    def is_hook(self) -> bool: ...
     @property
-    def replan(self) -> "Callable[[], PlannedCall] | None":
-        """What plans the same call on the present axes; None if its values fit one size of the group only."""
-
-    def requests_with(self, conditions: dict[str, Any]) -> Sequence[Request]:
-        """Return the request to each of the ranks, with more conditions of how it is run."""
+    def replan(self) -> "Callable[[], PlannedCall] | None": ...
+    def requests_with(self, conditions: dict[str, Any]) -> Sequence[Request]: ...
 
 
-class Waitable(Protocol):
-    """A change that callers wait for."""
+class Change(Protocol):
+    """A change that callers wait for; see `change`."""
 
-    def wait(self, deadline: Deadline) -> bool:
-        """Wait until it is over, and raise what it has raised; return whether it is over."""
+    def wait(self, deadline: Deadline) -> bool: ...
 
 
 class Changing(Protocol):
-    """The owner of the changes of a group."""
+    """The owner of the changes of a group; see `change`."""
 
-    def restart_lost(self) -> Waitable:
-        """Request the restart of lost workers."""
-
-    def runs_here(self) -> bool:
-        """Return whether the calling thread is the one that changes the group."""
-
-    def describe_running(self) -> str:
-        """Return what a call waits for; an empty text if nothing is under way."""
+    def restart_lost(self) -> Change: ...
+    def runs_here(self) -> bool: ...
+    def describe_running(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,19 +208,9 @@ class Core:
             self.now = replace(self.now, version=self.now.version + 1, **changes)
             self._show_states()
 
-    def show_states(self, states: Mapping[int, str], seen: GroupState) -> None:
-        """Show states that were observed from outside, except of workers that were replaced since `seen`."""
-        with self.turn:
-            for shown in self.worker_metadata:
-                rank = shown["global_rank"]
-                if rank in states and self.now[rank].actor_id == seen[rank].actor_id:
-                    shown["state"] = states[rank]
-
     def _show_states(self) -> None:
         for shown in self.worker_metadata:
-            state = self.now.state_of(shown["global_rank"])
-            if state != "alive" or shown["state"] in ("restarting", "dead"):
-                shown["state"] = state
+            shown["state"] = self.now.state_of(shown["global_rank"])
 
     def end(self) -> None:
         """Record that the group has no workers any more."""

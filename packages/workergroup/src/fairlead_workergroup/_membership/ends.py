@@ -3,8 +3,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import ray
 
@@ -20,33 +19,12 @@ logger = logging.getLogger(__name__)
 
 # Ray takes one to three seconds to start processes. Actors that find no room are not waited for longer than this.
 MADE_S = 5.0
-# How often a wait for a cleanup looks whether it is to be given up.
-LOOK_EVERY_S = 0.2
 # How long the nodes wait for a worker that Ray does not end, and for children that do not end.
 GONE_S = 20.0
 # The time for the end of workers when the deadline is about to pass.
 LAST_LOOK_S = 5.0
 # How long an answer may take on its way.
 ANSWERED_S = 2.0
-
-
-def wait_for_cleanup(ranks: Mapping[Any, int], method: str, deadline: Deadline, is_forced: Callable[[], bool]) -> bool:
-    """Wait until workers have run a method, given the rank of each request; return whether all went well."""
-    began, late, clean = time.monotonic(), list(ranks), True
-    while late and not is_forced():
-        done, late = ray.wait(late, num_returns=len(late), timeout=deadline.left(at_most=LOOK_EVERY_S))
-        for ref in done:
-            try:
-                ray.get(ref)
-            except Exception as error:  # noqa: BLE001  a cleanup may raise anything, and the others still have to end
-                logger.warning("The cleanup %r of rank %d failed: %s", method, ranks[ref], error)
-                clean = False
-        if deadline.passed:
-            break
-    if late:
-        where = sorted(ranks[ref] for ref in late)
-        logger.warning("The cleanup %r did not end within %.3g s on ranks %s.", method, time.monotonic() - began, where)
-    return clean and not late
 
 
 def kill_and_wait(workers: Collection[Member], until: Deadline = Deadline()) -> list[str]:  # noqa: B008  frozen

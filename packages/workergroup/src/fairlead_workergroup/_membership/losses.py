@@ -119,10 +119,10 @@ def find_losses(
 
 def explain(core: Core, lost: Mapping[Member, WorkerFailure], within_s: float) -> Losses:
     """Return the causes of losses that the actors and the memory guards know, in place of the given ones."""
-    found: Losses = dict(lost)
+    known = dict(lost)
     if lost and within_s > 0:
-        found |= _ask_actors(core, lost, within_s)
-    return _ask_guards(core, found, within_s)
+        known |= _ask_actors(core, lost, within_s)
+    return _ask_guards(core, known, within_s)
 
 
 def find_lost(core: Core, members: Iterable[Member], within_s: float) -> Losses:
@@ -134,14 +134,10 @@ def find_lost(core: Core, members: Iterable[Member], within_s: float) -> Losses:
     living = [one for one in members if one.lost is None]
     with head_deadline(within_s):
         noticed = look_at_head(living)
-    ended = _look_at_nodes([one for one in living if one not in noticed], min(within_s, LOOK_S))
+    silent = _look_at_nodes([one for one in living if one not in noticed], min(within_s, LOOK_S))
     dead = {one: loss for one, loss in noticed.items() if loss.kind == "killed"}
-    # Of those, Ray may notice the death soon.
-    others = {one: loss for one, loss in noticed.items() if one not in dead}
-    others |= {one: one.failure("killed", NOT_NOTICED) for one in ended}
-    found = explain(core, dead, within_s) | explain(core, others, min(within_s, NOTICED_S))
-    on_lost_nodes = [one for one, loss in noticed.items() if loss.kind == "node-lost" and found[one].kind == "killed"]
-    return found | {one: replace(found[one], kind="node-lost") for one in on_lost_nodes}
+    ended = {one: one.failure("killed", NOT_NOTICED) for one in silent}  # Ray may notice it soon
+    return noticed | explain(core, dead, within_s) | explain(core, ended, min(within_s, NOTICED_S))
 
 
 def look_at_head(members: Collection[Member]) -> Losses:

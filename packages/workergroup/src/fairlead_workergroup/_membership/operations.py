@@ -5,11 +5,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fairlead_placement import HeadTimeoutError, Slot
+from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 
 from .._model import GroupState, Resize
-from .._observe.head import alive_nodes, read_placement_group
 from .._world import Deadline
 from ..exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError
 from .axis import check_sizes, check_tied_groups, resize_mesh
@@ -131,7 +130,8 @@ def _plan_restart(what: str, now: GroupState, lost: Mapping[int, WorkerFailure],
     """Return the restart of lost ranks, or of all of them with scope "group"."""
     everybody, policy = tuple(range(len(now.members))), core.policy
     # Ray would create actors on a removed placement group without an error, and never start them.
-    if reason := CLUSTER_GONE if _lacks_cluster(now) else policy.explain_limit(now, lost):
+    is_gone = any(loss.kind == "shut-down" for loss in lost.values())
+    if reason := CLUSTER_GONE if is_gone else policy.explain_limit(now, lost):
         raise WorkerFailureError(tuple(lost.values()), reason)
     ranks = everybody if policy.restarts_all else tuple(lost)
     return Plan(
@@ -151,20 +151,6 @@ def _find_lost(now: GroupState, core: Core, until: Deadline) -> dict[int, Worker
     """Return the workers that are dead now, by rank, including those that no call has met."""
     core.note(find_lost(core, now.members, until.left(at_most=CAUSE_S) or 0.0).items())
     return dict(core.now.lost)
-
-
-def _lacks_cluster(now: GroupState) -> bool:
-    """Return whether the cluster has been shut down, so that Ray has removed the placement group of a rank.
-
-    Placement groups of lost nodes do not count: `replace_lost_nodes` removes them, and the ranks get other slots.
-    """
-    slots = [place.slot for place in now.places]
-    try:
-        alive = alive_nodes()
-        groups = {slot.placement_group.id: slot.placement_group for slot in slots if slot.node_id in alive}
-        return any(read_placement_group(one).get("state", "REMOVED") == "REMOVED" for one in groups.values())
-    except HeadTimeoutError:
-        return False
 
 
 def check_resize(
