@@ -55,7 +55,7 @@ class Provisioner:
     def acquire(self, before, plan, until):
         return Staged(before, self.worker_class, [], SimpleNamespace(address="a", port=1))
 
-    def start(self, staged, ranks, until, check):
+    def start(self, staged, ranks, until):
         self.started.append(list(ranks))
         return {rank: staged.state.members[rank] for rank in ranks}
 

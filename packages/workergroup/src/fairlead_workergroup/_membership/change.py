@@ -48,17 +48,15 @@ class Change:
     It runs to its end or its deadline, even if whoever has requested it does not wait any more, as after Ctrl-C.
     """
 
-    def __init__(self, operation: Operation, until: Deadline, core: Core, *, is_shared: bool) -> None:
+    def __init__(self, operation: Operation, until: Deadline, *, is_shared: bool) -> None:
         self.operation = operation
         self.until = until
         self.is_shared = is_shared
         self.asked_at: float = _world.current.now()
-        self.began = self.asked_at
         self.ranks: tuple[int, ...] = ()  # those that it has started
         self.error: BaseException | None = None
         self.context = contextvars.copy_context()
         self.done = _world.current.event()
-        self._core = core
 
     def wait(self, deadline: Deadline = NEVER) -> bool:
         """Wait until the change is over, and raise what it has raised; return whether it is over."""
@@ -67,10 +65,6 @@ class Change:
         if self.error is not None:
             raise self.error.with_traceback(None)
         return True
-
-    def check(self) -> None:
-        """Raise if the change has to be given up: the group or its Ray ends."""
-        self._core.check_goes_on()
 
     def late_error(self, reason: str, late: tuple[LateWorker, ...] = ()) -> ResizeTimeoutError:
         """Return the error of a change that could not begin in time."""
@@ -129,7 +123,7 @@ class Changes:
                 if is_shared and under_way:
                     change = under_way[0]
                 else:
-                    change = Change(operation, until, self._core, is_shared=is_shared)
+                    change = Change(operation, until, is_shared=is_shared)
                     self._queue.append(change)
         finally:  # also after Ctrl-C: what is in the queue runs, and others may wait for it already
             if self._queue and self._thread is None:
@@ -152,7 +146,7 @@ class Changes:
             return ""
         what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
         return (
-            f"A {what} has been under way for {_world.current.now() - running.began:.1f} s and goes on; it may take "
+            f"A {what} has been under way for {_world.current.now() - running.asked_at:.1f} s and goes on; it may take "
             f"start_s={self._provisioner.spec.start_timeout_s:g} s. Make the call again, with a longer timeout."
         )
 
@@ -177,7 +171,6 @@ class Changes:
                     self._idle.set()
                     return
                 change = self._running = self._queue.popleft()
-                change.began = _world.current.now()
             try:
                 change.context.run(self._carry_out, change)
             except BaseException as error:  # noqa: BLE001  raised by those who wait
@@ -187,15 +180,14 @@ class Changes:
             with self._lock:  # before those who wait may request the next one
                 self._running = None
                 if needs_restart:
-                    again = Change(restart_lost(), self._provisioner.deadline(None), self._core, is_shared=True)
-                    self._queue.append(again)
+                    self._queue.append(Change(restart_lost(), self._provisioner.deadline(None), is_shared=True))
             change.done.set()
             del change  # what it raised must not live until the next one
 
     def _carry_out(self, change: Change) -> None:
         """Plan an operation, and carry the plan out."""
         core, goes_on = self._core, True
-        change.check()
+        core.check_goes_on()
         with head_deadline(change.until.left()):
             while goes_on and (plan := change.operation.plan(core.now, core, change.until)) is not None:
                 change.ranks += self._run(_Run(plan, change, core, self._provisioner))
@@ -213,12 +205,11 @@ class Changes:
                 core.advance(restarting=plan.replaced)
             run.switch()
             self._follow(run)
-        except BaseException as error:
+        except Exception as error:
             failure = error
-            if isinstance(error, Exception):
-                if core.ending:
-                    raise core.ended_error() from error
-                core.connection.check()
+            if core.ending:
+                raise core.ended_error() from error
+            core.connection.check()
             if (failure := run.note_failure(error)) is error:
                 raise
             raise failure from error
@@ -279,7 +270,7 @@ class _Run:
 
     def switch(self) -> None:
         """Do the steps until the epoch has begun."""
-        plan, core, provisioner, check = self.plan, self._core, self._provisioner, self._change.check
+        plan, core, provisioner = self.plan, self._core, self._provisioner
         if plan.is_first:
             staged = provisioner.prepare(self.before, self.until)
         else:
@@ -287,13 +278,13 @@ class _Run:
         self._staged = staged
         if plan.new:
             self._end([rank for rank in plan.new if rank in self.before.lost])
-            self.started |= provisioner.start(staged, plan.new, self.until, check)
+            self.started |= provisioner.start(staged, plan.new, self.until)
         if not plan.is_first:
             core.begin_change()
             self._drain()
             if plan.replaced:
                 alive_nodes()  # the head has to answer, or nothing could start
-            check()
+            core.check_goes_on()
         if plan.replaced:
             # The old epoch cannot continue as it was from here, so the rest has its own time.
             if (end := self.until.at) is not None:
@@ -304,7 +295,7 @@ class _Run:
             self._has_ended = True
             self._end(plan.replaced)
             with head_deadline(self.until.left()):
-                self.started |= provisioner.start(staged, plan.replaced, self.until, check)
+                self.started |= provisioner.start(staged, plan.replaced, self.until)
         state = staged.state
         core.commit(
             dataclasses.replace(
@@ -345,7 +336,7 @@ class _Run:
     def _drain(self) -> None:
         """Wait until calls have ended."""
         living = [self.before.members[rank] for rank in self.plan.quiet]
-        ranks = find_late(living, self.until, self._change.check, concurrent=self._concurrent)
+        ranks = find_late(living, self.until, self._core.check_goes_on, concurrent=self._concurrent)
         late = late_workers([self._core.now.members[rank] for rank in ranks]) if ranks else ()
         if late and self.plan.follows:
             raise self._change.late_error(
@@ -370,7 +361,7 @@ class _Run:
     def deliver(self) -> None:
         """Send the facts of the epoch to those who keep running; wait for them if all have to follow."""
         plan, now = self.plan, self._core.now
-        self._change.check()
+        self._core.check_goes_on()
         alone = plan.follows and self._concurrent
         layout = self._provisioner.layout() if len(now.members) != len(self.before.members) else None
         sent = {
@@ -395,8 +386,8 @@ class _Run:
 
     def _await(self, futures: Mapping[tuple[int, str], Any]) -> None:
         """Wait for what workers do, by rank and a text about it; raise if they fail or are late, and then lost."""
-        errors, late = wait_for(futures, self.until, self._change.check)
-        self._change.check()
+        errors, late = wait_for(futures, self.until, self._core.check_goes_on)
+        self._core.check_goes_on()
         if not errors and not late:
             return
         kind: FailureKind = "resize-failed" if self.plan.follows else "start-failed"
@@ -417,7 +408,7 @@ class _Run:
         self._provisioner.owned.end(list(failures), self.until)
         return WorkerFailureError(lost, _describe(lost[0].cause))
 
-    def note_failure(self, error: BaseException) -> BaseException:
+    def note_failure(self, error: Exception) -> Exception:
         """Record the ranks that this change has ended and not started, and return the error to raise."""
         plan, core, before = self.plan, self._core, self.before
         if plan.is_first or (isinstance(error, HeadTimeoutError) and not self._has_ended):
@@ -450,7 +441,7 @@ class _Run:
             core.advance(restarts=self._restarts)
         is_report = isinstance(error, WorkerFailureError)
         failures = tuple(core.note(reports, override=not is_report))
-        return error if is_report or not isinstance(error, Exception) else WorkerFailureError(failures, text)
+        return error if is_report else WorkerFailureError(failures, text)
 
     def settle(self) -> None:
         """Let workers that leave finish their calls until the deadline; end them, and return what is not needed."""
@@ -459,7 +450,7 @@ class _Run:
         leaving = [one for one in self.before.members[self.plan.sharding.size :] if one.lost is None]
         try:
             if self._has_begun and leaving:
-                late = find_late(leaving, self.until, self._change.check, concurrent=self._concurrent)
+                late = find_late(leaving, self.until, self._core.check_goes_on, concurrent=self._concurrent)
                 if late:
                     logger.warning("Rank(s) %s were ended before they had finished.", ", ".join(map(str, late)))
         finally:

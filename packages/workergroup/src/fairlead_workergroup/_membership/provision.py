@@ -2,7 +2,7 @@
 """The workers of a group: their plans, ports, starts and ends, for the first start and for each change."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -160,9 +160,7 @@ class Provisioner(Described):
         state = dataclasses.replace(before, sharding=sharding, members=tuple(members), group_epoch=epoch)
         return Staged(state, described, workers, lease)
 
-    def start(
-        self, staged: Staged, ranks: Sequence[int], until: Deadline, check: Callable[[], None]
-    ) -> dict[int, Member]:
+    def start(self, staged: Staged, ranks: Sequence[int], until: Deadline) -> dict[int, Member]:
         """Start the workers of these ranks, and wait until every constructor has finished; return them by rank.
 
         Their memory is limited from now on, so that the epoch needs no answer of an agent to begin.
@@ -184,7 +182,7 @@ class Provisioner(Described):
         self.publish(members)
         if staged.lease is None:
             staged.lease = self._lease_port(staged.state.members[0].place.slot, until)
-        return self._construct(staged, members, until, check)
+        return self._construct(staged, members, until)
 
     def publish(self, starting: Mapping[int, Member] | None = None, *, wait: bool = False) -> None:
         """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
@@ -251,9 +249,7 @@ class Provisioner(Described):
         described = dataclasses.replace(described, options=options)
         return described, plan_workers(places, described, env_vars=spec.env_vars, python=python)
 
-    def _construct(
-        self, staged: Staged, members: Mapping[int, Member], until: Deadline, check: Callable[[], None]
-    ) -> dict[int, Member]:
+    def _construct(self, staged: Staged, members: Mapping[int, Member], until: Deadline) -> dict[int, Member]:
         """Send the facts and the constructor's arguments to new actors, and wait until they have started."""
         spec, arguments = self.spec, self._stored
         configured = Arguments()
@@ -286,7 +282,7 @@ class Provisioner(Described):
             name=self._core.name_prefix,
             timeout_s=until.left() or 0.0,
             limit_s=until.limit_s,
-            check=check,
+            check=self._core.check_goes_on,
             look=look_at_starts,
             explain=lambda member, error: find_losses(self._core, {member: error}).get(member),
         )
