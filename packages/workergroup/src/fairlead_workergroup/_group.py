@@ -25,7 +25,6 @@ from ._calls.results import ClassicFutures
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
 from ._membership import operations
-from ._membership.axis import find_elastic_axis
 from ._membership.change import Changes
 from ._membership.core import Core, set_core
 from ._membership.owned import Owned
@@ -36,9 +35,9 @@ from ._observe.memory import parse_memory
 from ._observer import ObservedGroup, Observer
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
 from ._start.builder import ClassLike, RayWorkerBuilder
-from ._start.devices import WorkerOptions
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
+from ._start.options import WorkerOptions
 from ._world import Deadline, check_timeout
 
 logger = logging.getLogger(__name__)
@@ -181,7 +180,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._observer = Observer(core)
         self._classic_futures = ClassicFutures(core)
         # Of the mesh that the group is made with: with size 1, another axis would look as slow.
-        self._elastic_axis = find_elastic_axis(core.now.sharding)
+        self._elastic_axis = operations.find_elastic_axis(core.now.sharding)
 
     def _start(self) -> None:
         """Start all workers, or end everything."""

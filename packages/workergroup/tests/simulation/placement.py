@@ -79,9 +79,7 @@ class PretendedPlacement:
         plans: Sequence[Any],
         described: Any,
         names: Sequence[str],
-        *,
         add: Callable[[Any, Any], None],
-        **_: Any,
     ) -> None:
         """Create the actors of workers, as `_start.launch.create_actors` does."""
         for plan in plans:

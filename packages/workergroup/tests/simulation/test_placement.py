@@ -80,7 +80,7 @@ def test_starts():
     def script(world, ray, placement, places):
         made = {}
         plans = [make_plan(place) for place in places]
-        placement.create_actors(plans, None, [], add=lambda plan, actor: made.setdefault(plan.place.rank, actor))
+        placement.create_actors(plans, None, [], lambda plan, actor: made.setdefault(plan.place.rank, actor))
         members = [make_member(made[place.rank], place, {}) for place in places]
         facts = [{"rank": rank, "env": {}} for rank in made]
 

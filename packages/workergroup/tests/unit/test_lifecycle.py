@@ -71,25 +71,6 @@ def test_workers_that_are_late():
         wait_started(refs, make_members(10), name="a group", timeout_s=0.1, check=lambda: None)
 
 
-def test_the_progress_bar_names_the_phase(monkeypatch):
-    """The bar of a start says whether actors are being registered, or processes and constructors are awaited."""
-    shown = []
-
-    class Recorded(launch.Bar):
-        def __init__(self, what, total):
-            super().__init__(what, total)
-            shown.append((what, total))
-
-    monkeypatch.setattr(launch, "Bar", Recorded)
-    monkeypatch.setattr(launch, "create_actor", lambda plan, described, suffix: plan.place.rank)
-    refs = [Answer(), Answer()]
-    for ref in refs:
-        ref.set_result({})
-    create_actors(make_plans(2), None, ["a", "b"], name="policy", add=lambda *_: None)
-    wait_started(refs, make_members(2), name="policy", timeout_s=10, check=lambda: None)
-    assert shown == [("Starting policy: create", 2), ("Starting policy: process, import, constructor", 2)]
-
-
 class TestCreation:
     """The creation of actors, whose requests Ray's head acknowledges one by one."""
 
@@ -117,7 +98,7 @@ class TestCreation:
         def add(plan, actor):
             created[plan.place.rank] = actor
 
-        create_actors(make_plans(100), None, suffixes, name="a group", add=add)
+        create_actors(make_plans(100), None, suffixes, add)
         assert created == {rank: (rank, suffix) for rank, suffix in enumerate(suffixes)}
         assert 1 < most <= launch.WINDOW
 
@@ -144,8 +125,7 @@ class TestCreation:
                 make_plans(1000),
                 None,
                 [""] * 1000,
-                name="a group",
-                add=lambda plan, _: known.append(plan.place.rank),
+                lambda plan, _: known.append(plan.place.rank),
             )
         assert len(requested) <= 4 + launch.WINDOW
         assert sorted([*known, 3]) == sorted(requested)

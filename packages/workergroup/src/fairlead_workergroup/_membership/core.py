@@ -169,12 +169,9 @@ class Core:
                 raise self.ended_error()
             before = self.now
             self.now = replace(state, version=before.version + 1)
-            new = {one.rank: one for one in state.members if one.actor_id not in self._by_actor}
-            self._by_actor.update((one.actor_id, one) for one in new.values())
+            self._by_actor.update((one.actor_id, one) for one in state.members)
             self.handles[:] = [one.handle for one in state.members]
-            shown = {worker["global_rank"]: worker for worker in self.worker_metadata}
-            shown |= {rank: describe_place(one.place) for rank, one in new.items()}
-            self.worker_metadata[:] = [shown[rank] for rank in range(len(state.members))]
+            self.worker_metadata[:] = [describe_place(one.place) for one in state.members]
             self._show_states()
             return self.now
 

@@ -23,11 +23,10 @@ from .._observe.query import look_at_starts
 from .._observe.registration import Registration, actor_name
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
-from .._start.devices import WorkerOptions, device_facts, read_master_ports
 from .._start.environment import EnvVars, WorkerPython, check_env_vars, prepare_python, start_variables, variables_at
 from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
 from .._start.layout import resize_places
-from .._start.options import recursive_merge_options
+from .._start.options import WorkerOptions, device_facts, read_master_ports, recursive_merge_options
 from .._start.worker_class import Described, WorkerClass, describe_class
 from .._transport.arguments import Arguments, NotPicklableError
 from .._world import Deadline
@@ -177,7 +176,7 @@ class Provisioner(Described):
         workers = [staged.workers[rank] for rank in ranks]
         names = [staged.state.members[rank].actor_name for rank in ranks]
         with head_deadline(until.left()):
-            create_actors(workers, staged.worker_class, names, name=self._core.name_prefix, add=add)
+            create_actors(workers, staged.worker_class, names, add)
         members = {rank: made[rank] for rank in ranks}
         self.publish(members)
         if staged.lease is None:

@@ -127,31 +127,23 @@ def create_actor(plan: WorkerPlan, described: WorkerClass, name: str) -> Any:
 
 
 def create_actors(
-    plans: Sequence[WorkerPlan],
-    described: WorkerClass,
-    names: Sequence[str],
-    *,
-    name: str,
-    add: Callable[[WorkerPlan, Any], None],
+    plans: Sequence[WorkerPlan], described: WorkerClass, names: Sequence[str], add: Callable[[WorkerPlan, Any], None]
 ) -> None:
     """Create the actors of workers, `WINDOW` at a time; call `add` with each handle, on any thread."""
 
-    def create(plan: WorkerPlan, actor_name: str) -> None:
-        add(plan, create_actor(plan, described, actor_name))
+    def create(one: tuple[WorkerPlan, str]) -> None:
+        add(one[0], create_actor(one[0], described, one[1]))
 
-    with Bar(f"Starting {name}: create", len(plans)) as bar:
-        # The first one exports the class, which has to happen once.
-        for one in zip(plans[:1], names, strict=False):
-            create(*one)
-        requested = run_each(lambda one: create(*one), list(zip(plans, names, strict=True))[1:], WINDOW)
-        try:
-            for done, future in enumerate(requested, start=2):
-                future.result()
-                bar.show(done)
-        finally:
-            for future in requested:
-                future.cancel()
-            wait(requested)
+    first, *others = zip(plans, names, strict=True)
+    create(first)  # this exports the class, which has to happen once
+    requested = run_each(create, others, WINDOW)
+    try:
+        for future in requested:
+            future.result()
+    finally:
+        for future in requested:
+            future.cancel()
+        wait(requested)
 
 
 def wait_started(
