@@ -26,7 +26,7 @@ from ._calls.view import Target, TypedCalls
 from ._context import check_compression
 from ._membership import operations
 from ._membership.change import Changes
-from ._membership.core import Core, set_core
+from ._membership.core import Core
 from ._membership.owned import Owned
 from ._membership.provision import GroupSpec, Provisioner
 from ._membership.shutdown import Shutdown
@@ -176,7 +176,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
         core.changes = self._changes
         self._shutdown = Shutdown(core, self._changes, self._provisioner)
-        set_core(self, core)
         self._observer = Observer(core)
         self._classic_futures = ClassicFutures(core)
         # Of the mesh that the group is made with: with size 1, another axis would look as slow.

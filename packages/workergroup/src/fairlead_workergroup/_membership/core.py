@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group without its public face: who is in it, and the sending of calls, which wait while the group changes."""
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -180,10 +179,7 @@ class Core:
     ) -> list[WorkerFailure]:
         """Record losses of workers that have not been replaced; return the report that each has now.
 
-        Args:
-            lost: the workers, each with its report. The first report of a loss counts.
-            override: replace the reports, and take over the incarnations, because these ranks could not be restarted.
-            breaks: no call is sent until the group has been repaired.
+        The first report counts, unless `override` says that a restart has failed. With `breaks` the group is broken.
         """
         with self.turn:
             members, reports = list(self.now.members), []
@@ -227,10 +223,7 @@ class Core:
             raise ValueError(f"retries={retries} needs a group with restart=Restart(on_failure=True)")
 
     def send(self, call: PlannedCall, until: Deadline | None = None) -> Sent:
-        """Restart lost workers if that is due, and send a call in its turn; the thread waits for both.
-
-        It waits until the deadline of the call, if no other moment is given.
-        """
+        """Restart lost workers if that is due, and send a call in its turn; wait for both until its deadline."""
         until = call.deadline if until is None else until
         while True:
             outcome = self._try(call)
@@ -269,13 +262,9 @@ class Core:
             self._change_ends = self._change_ends or _world.current.event()
 
     def end_change(self, error: BaseException | None = None) -> bool:
-        """Send the calls that event loops have made in the meantime, and let others pass.
+        """Send the calls of event loops, and let others pass; return whether calls still wait for a restart.
 
-        Args:
-            error: why the change has failed, for the calls that cannot be sent without it.
-
-        Returns:
-            Whether calls still wait, because they need a restart of lost workers.
+        Calls that cannot be sent get the error of the change, if it has failed.
         """
         settled: list[Callable[[], None]] = []
         with self.turn:
@@ -404,17 +393,9 @@ class Core:
         return CallTimeoutError(call.method.name, waited_s, len(call.called), (), reason)
 
 
-_cores: weakref.WeakKeyDictionary[object, Core] = weakref.WeakKeyDictionary()
-
-
-def set_core(group: object, core: Core) -> None:
-    """Note the core of a group, which must not refer to the group."""
-    _cores[group] = core
-
-
 def find_core(group: object) -> Core:
-    """Return the core of a group."""
-    try:
-        return _cores[group]
-    except KeyError:
-        raise TypeError(f"This needs a RayWorkerGroup, got {group!r}") from None
+    """Return the core of a group that this process has made."""
+    core = getattr(group, "_core", None)
+    if not isinstance(core, Core) or not core.is_owner:
+        raise TypeError(f"This needs a RayWorkerGroup, got {group!r}")
+    return core

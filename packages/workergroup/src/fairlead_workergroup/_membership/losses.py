@@ -126,11 +126,7 @@ def explain(core: Core, lost: Mapping[Member, WorkerFailure], within_s: float) -
 
 
 def find_lost(core: Core, members: Iterable[Member], within_s: float) -> Losses:
-    """Return the workers among living ones that are dead now, also those that no call has met.
-
-    Raises:
-        HeadTimeoutError: Ray's head did not answer.
-    """
+    """Return the workers among living ones that are dead now, also those that no call has met."""
     living = [one for one in members if one.lost is None]
     with head_deadline(within_s):
         noticed = look_at_head(living)
@@ -141,11 +137,7 @@ def find_lost(core: Core, members: Iterable[Member], within_s: float) -> Losses:
 
 
 def look_at_head(members: Collection[Member]) -> Losses:
-    """Return the workers that Ray's head knows to be dead, or whose nodes it knows to be lost, without causes.
-
-    Raises:
-        HeadTimeoutError: Ray's head did not answer.
-    """
+    """Return the workers that Ray's head knows to be dead, or whose nodes it knows to be lost, without causes."""
     dead = dead_actors()  # all actors of the job that have ever died
     alive = set(choose_alive({one.node_id for one in members if one.node_id}))
     lost = {one: one.failure("node-lost", NODE_LOST) for one in members if one.node_id and one.node_id not in alive}
@@ -153,10 +145,9 @@ def look_at_head(members: Collection[Member]) -> Losses:
 
 
 def note_known_dead(core: Core, ranks: Iterable[int], is_used: Any) -> None:
-    """Record the deaths that this process knows of and the group does not, so that the next call raises them.
+    """Record deaths that a user's `ray.get` of futures has met, so that the next call raises them.
 
-    So it is when a user's `ray.get` of futures of an actor has met a death: nobody has told the group. A restart that
-    is under way ends workers itself.
+    A restart that is under way ends workers itself.
     """
     now = core.check_alive()
     dead = {
@@ -179,10 +170,7 @@ def diagnose(
     method: str = "",
     deadline: Deadline = NEVER,
 ) -> BaseException:
-    """Return the exception to raise for a fetch that failed: the loss of workers, all that are lost, or a worker's own.
-
-    It sends no request to Ray's head.
-    """
+    """Return the exception to raise for a fetch that failed: the loss of all that are lost, or a worker's own."""
     if isinstance(first, ray.exceptions.RayError):
         first.__traceback__ = None  # Ray's frames and ours: the traceback in the worker is in the text
         first.__suppress_context__ = True  # the error of another worker, with a traceback of its own

@@ -23,7 +23,7 @@ from .._observe.query import look_at_starts
 from .._observe.registration import Registration, actor_name
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
-from .._start.environment import EnvVars, WorkerPython, check_env_vars, prepare_python, start_variables, variables_at
+from .._start.environment import EnvVars, check_env_vars, prepare_python, start_variables, variables_at
 from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
 from .._start.layout import resize_places
 from .._start.options import WorkerOptions, device_facts, read_master_ports, recursive_merge_options
@@ -160,11 +160,7 @@ class Provisioner(Described):
         return Staged(state, described, workers, lease)
 
     def start(self, staged: Staged, ranks: Sequence[int], until: Deadline) -> dict[int, Member]:
-        """Start the workers of these ranks, and wait until every constructor has finished; return them by rank.
-
-        Their memory is limited from now on, so that the epoch needs no answer of an agent to begin.
-        """
-        # Actors first: the agent that holds the port starts at the same time as the processes of the workers.
+        """Start the workers of these ranks, and wait until every constructor has finished; return them by rank."""
         made: dict[int, Member] = {}
 
         def add(worker: WorkerPlan, actor: Any) -> None:
@@ -179,7 +175,9 @@ class Provisioner(Described):
             create_actors(workers, staged.worker_class, names, add)
         members = {rank: made[rank] for rank in ranks}
         self.publish(members)
-        if staged.lease is None:
+        if (
+            staged.lease is None
+        ):  # the agent that holds the port starts at the same time as the processes of the workers
             staged.lease = self._lease_port(staged.state.members[0].place.slot, until)
         return self._construct(staged, members, until)
 
@@ -231,7 +229,7 @@ class Provisioner(Described):
     def _plan(self, places: Sequence[Place], until: Deadline) -> tuple[WorkerClass, Sequence[WorkerPlan]]:
         """Return the class as it is described now, and the plan of each worker of the group at these places."""
         spec, nodes = self.spec, [place.slot.node_id for place in places]
-        python: WorkerPython = prepare_python(spec.python, nodes, timeout_s=until.left() or 0.0)
+        python = prepare_python(spec.python, nodes, timeout_s=until.left() or 0.0)
         per_node = getattr(spec.cluster, "num_gpus_per_node", None)
         # The class, or its libraries, may need these variables to be found.
         variables = start_variables(variables_at(spec.env_vars, places[0]))
@@ -317,12 +315,11 @@ class Provisioner(Described):
 class _StoredArguments:
     """The constructor's arguments and the facts about all workers, stored once for as long as the group lives."""
 
-    def __init__(self, spec: GroupSpec, worker_class: WorkerClass) -> None:
-        self.stored = Arguments()
-        self._class_name = worker_class.name
-        self.target = self.stored.prepare(worker_class.target)  # the full name of the class, or its pickled bytes
-        self.args = [self._prepare(at, value) for at, value in enumerate(spec.args)]
-        self.kwargs = {name: self._prepare(name, value) for name, value in spec.kwargs.items()}
+    def __init__(self, spec: GroupSpec, described: WorkerClass) -> None:
+        self._stored = Arguments()
+        self.target = self._stored.prepare(described.target)  # the full name of the class, or its pickled bytes
+        self.args = [self._prepare(described, at, value) for at, value in enumerate(spec.args)]
+        self.kwargs = {name: self._prepare(described, name, value) for name, value in spec.kwargs.items()}
         self._layout: tuple[NamedSharding, Any] | None = None
 
     def layout_of(self, sharding: NamedSharding) -> Any:
@@ -334,8 +331,8 @@ class _StoredArguments:
             self._layout = sharding, layout
         return self._layout[1]
 
-    def _prepare(self, name: object, value: Any) -> Any:
+    def _prepare(self, described: WorkerClass, name: object, value: Any) -> Any:
         try:
-            return self.stored.prepare(value)
+            return self._stored.prepare(value)
         except NotPicklableError as error:
-            raise TypeError(f"argument {name!r} of the constructor of {self._class_name!r}: {error}") from None
+            raise TypeError(f"argument {name!r} of the constructor of {described.name!r}: {error}") from None

@@ -159,9 +159,8 @@ def wait_started(
 ) -> list[dict[str, Any]]:
     """Wait until all constructors have finished; return what each worker reports, in the order of `members`.
 
-    The error about late workers names `limit_s`, of which the start may have used a part before; None stands for
-    `timeout_s`. `look` looks at workers that are late, and `explain` returns the loss of a worker, if that is what an
-    error means.
+    The error about late workers names `limit_s`, of which the start may have used a part before. `look` looks at late
+    workers, and `explain` returns the loss of a worker, if that is what an error means.
     """
     began = time.monotonic()
     answers: dict[int, dict[str, Any]] = {}
