@@ -319,7 +319,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         Raises:
             TypeError, ValueError: not one axis; another axis than the slowest-varying one; a size below 1; too few
-                slots; a tied group would be cut; or the group has one `master_port` only. Nothing has changed, as with
+                slots; the group has tied workers; or it has one `master_port` only. Nothing has changed, as with
                 the next three.
             ResourceInsufficientError: a given slot has no room for another group, or its node is lost or drains.
             WorkerStartError: a new worker did not start.

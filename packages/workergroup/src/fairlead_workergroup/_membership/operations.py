@@ -10,7 +10,7 @@ import numpy as np
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 
-from .._model import GroupState, Place, Resize
+from .._model import GroupState, Resize
 from .._world import Deadline
 from ..exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError
 from .core import CLUSTER_GONE, Core
@@ -161,7 +161,8 @@ def check_resize(
     axis, size = check_sizes(now.sharding, elastic, sizes)
     before = now.sharding.get_axis_size(axis)
     each = now.sharding.size // before
-    check_tied_groups(now.places, each, each * size)
+    if any(len(place.tied_bundles[1]) > 1 for place in now.places):
+        raise ValueError("a group of tied workers, which share one model copy, cannot be resized: start a new group")
     if slots is not None and not (isinstance(slots, Sequence) and all(isinstance(slot, Slot) for slot in slots)):
         raise TypeError(f"slots must be a sequence of slots, such as cluster.slots()[4:], got {slots!r}")
     if slots is not None and len(slots) != max(0, each * (size - before)):
@@ -248,19 +249,3 @@ def resize_mesh(sharding: NamedSharding, axis: str, size: int) -> NamedSharding:
     each = sharding.size // before
     added = [kept[0] + at * each for at in range(before, size)]
     return NamedSharding(np.moveaxis(np.stack([*kept, *added]), 0, number), sharding.names)
-
-
-def check_tied_groups(places: Sequence[Place], each: int, size: int) -> None:
-    """Refuse a resize to `size` ranks, `each` at a coordinate, that would cut a tied group."""
-    sizes = {len(place.tied_bundles[1]) for place in places}
-    tied = len(places[0].tied_bundles[1])
-    if len(sizes) > 1 and size > len(places):
-        raise ValueError(
-            f"the tied groups of this group have {sorted(sizes)} workers, so the size of a new one is not known. Only "
-            "a group whose tied groups have one size can grow."
-        )
-    if each % tied if size > len(places) else size < len(places) and places[size].tied_rank:
-        raise ValueError(
-            f"a resize would cut a tied group, whose workers share one model copy: each coordinate has {each} ranks, "
-            f"and the tied groups have {sorted(sizes)} workers. Resize by whole tied groups."
-        )

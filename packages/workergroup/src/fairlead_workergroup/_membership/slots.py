@@ -10,7 +10,7 @@ from fairlead_placement.extension import claim_slots, group_pairs
 
 from .._model import Place
 from .._observe.head import alive_nodes, draining_nodes
-from .._start.layout import choose_slots, move_places
+from .._start.layout import move_places
 from .._world import Deadline
 from .core import Core
 from .owned import Owned
@@ -54,21 +54,17 @@ class Slots:
             self._owned.drop(("slot", slot.key) for slot in new)
             raise
 
-    def claim_free(self, count: int, *, tied: int = 1) -> list[Slot]:
-        """Claim and return the first usable slots of the cluster that no group uses, in whole tied groups.
-
-        If there are not enough, fewer are returned, and none is claimed.
-        """
+    def claim_free(self, count: int) -> list[Slot]:
+        """Claim and return the first usable slots of the cluster that no group uses; if there are fewer, claim none."""
         free: list[Slot] = []
         for slot in usable_slots(self.read()):
-            if not self._owned.holds(("slot", slot.key)) and len(choose_slots(free, count, tied=tied)) < count:
+            if not self._owned.holds(("slot", slot.key)) and len(free) < count:
                 with contextlib.suppress(ResourceInsufficientError):  # other groups fill it
                     self._claim(slot)
                     free.append(slot)
-        chosen = choose_slots(free, count, tied=tied)
-        used = {slot.key for slot in chosen} if len(chosen) == count else set()
-        self._owned.drop(("slot", slot.key) for slot in free if slot.key not in used)
-        return chosen
+        if len(free) < count:
+            self._owned.drop(("slot", slot.key) for slot in free)
+        return free
 
     def _claim(self, slot: Slot) -> None:
         self._owned.own(("slot", slot.key), claim_slots([slot], self._core.name_prefix, group=self._core).release)
@@ -80,7 +76,6 @@ class Slots:
 
     def claim_new(self, places: Sequence[Place], count: int, slots: Sequence[Slot] | None) -> list[Slot]:
         """Claim the slots of new ranks: those given, or free ones of the cluster."""
-        tied = len(places[0].tied_bundles[1])
         if count <= 0:
             return []
         if slots is not None:
@@ -90,19 +85,17 @@ class Slots:
                     f"bundle {taken[0].bundle_index} of logical node {taken[0].node_idx} has a worker of this group "
                     "already; give slots that it does not use"
                 )
-            if choose_slots(slots, count, tied=tied) != list(slots):
-                raise ValueError(f"slots must be in whole tied groups of {tied}, each on one logical node")
             self.claim(slots)
             return list(slots)
         if not isinstance(self._cluster, RayVirtualCluster):
             raise ValueError(f"this group was made from slots, so give the {count} new ones: resize(..., slots=...)")
-        chosen = self.claim_free(count, tied=tied)
-        if len(chosen) < count:
+        free = self.claim_free(count)
+        if len(free) < count:
             raise ValueError(
-                f"{count} more workers need {count} free slots{f' in tied groups of {tied}' if tied > 1 else ''}, and "
-                f"the cluster has {len(chosen)}. Give slots of another cluster (slots=...)."
+                f"{count} more workers need {count} free slots, and the cluster has {len(free)}. Give slots of another "
+                "cluster (slots=...)."
             )
-        return chosen
+        return free
 
     def move(self, places: Sequence[Place], ranks: Sequence[int], why: str = "") -> tuple[Place, ...]:
         """Claim free slots of the cluster for ranks, and return all places; `why` begins the errors."""

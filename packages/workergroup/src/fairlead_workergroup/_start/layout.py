@@ -50,25 +50,11 @@ def move_places(places: Sequence[Place], slots: Mapping[int, Slot]) -> tuple[Pla
 
 def resize_places(places: Sequence[Place], size: int, slots: Sequence[Slot], *, prefix: str) -> tuple[Place, ...]:
     """Return the first `size` ranks, or all ranks and others in the given slots, with the numbers on their nodes."""
-    tied = len(places[-1].tied_bundles[1])
-    added = []
-    for at, slot in enumerate(slots):
-        group, within = places[-1].tied_group + 1 + at // tied, at % tied
-        mine = slots[at - within : at - within + tied]
-        bundles = mine[0].node_idx, [one.bundle_index for one in mine]
-        added.append(_make_place(len(places) + at, slot, group, within, bundles, prefix=prefix))
+    added = [
+        _make_place(rank, slot, rank, 0, (slot.node_idx, [slot.bundle_index]), prefix=prefix)
+        for rank, slot in enumerate(slots, start=len(places))
+    ]
     return _number_on_nodes([*places[:size], *added])
-
-
-def choose_slots(free: Sequence[Slot], count: int, *, tied: int) -> list[Slot]:
-    """Return the first `count` free slots, or all, in whole tied groups that lie on one logical node each."""
-    if tied == 1:
-        return list(free[:count])
-    # In one placement group over all nodes a tied group may span nodes.
-    unified = len({slot.placement_group.id for slot in free}) == 1
-    by_node = group_pairs((0 if unified else slot.node_idx, slot) for slot in free)
-    whole = [slot for there in by_node.values() for slot in there[: len(there) // tied * tied]]
-    return whole[:count]
 
 
 def _make_place(
