@@ -235,8 +235,8 @@ class Changes:
             # Later than the facts: a worker without them refuses the calls of handles in the new epoch.
             self._provisioner.publish()
         calls = {}
-        if self._on_restart is not None and plan.hooked:
-            calls["Restart.method"] = self._run_hook(self._on_restart, plan.hooked, run.until)
+        if self._on_restart is not None and (again := sorted(run.started.keys() & range(len(run.before.members)))):
+            calls["Restart.method"] = self._run_hook(self._on_restart, again, run.until)
         if self._on_resize is not None and plan.follows:
             calls["on_resize"] = self._run_hook(self._on_resize, range(len(after.members)), run.until)
         run.await_hooks(calls)

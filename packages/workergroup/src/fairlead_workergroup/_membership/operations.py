@@ -21,7 +21,6 @@ from .losses import CAUSE_S, find_lost
 class Plan:
     """What one change does; the same steps carry out all of them."""
 
-    what: str  # for people: "The resize to dp=6"
     sharding: NamedSharding  # of the next epoch
     new: tuple[int, ...] = ()  # ranks without a living process, which start while calls go on
     replaced: tuple[int, ...] = ()  # ranks whose old process ends before the constructor of the new one runs
@@ -32,7 +31,6 @@ class Plan:
     closes: bool = False  # whether calls wait from the beginning, and not only while the epoch begins
     follows: bool = False  # whether every survivor has to take part: then a late one breaks the group
     new_port: bool = False  # whether the ranks need a new master port even if rank 0 stays on its node
-    hooked: tuple[int, ...] = ()  # the ranks that run `Restart.method`
     resize: Resize | None = None  # what changes the number of ranks
     is_first: bool = False  # whether it is the first start
     again: bool = False  # whether this is the first part, after which the operation is planned again
@@ -48,10 +46,9 @@ class Operation:
 
 def start() -> Operation:
     """Return the first start of all workers."""
-    name = "The start"
     return Operation(
-        name,
-        lambda now, core, until: Plan(name, now.sharding, new=tuple(range(len(now.members))), is_first=True),
+        "The start",
+        lambda now, core, until: Plan(now.sharding, new=tuple(range(len(now.members))), is_first=True),
     )
 
 
@@ -60,7 +57,7 @@ def restart_lost() -> Operation:
 
     def plan(now: GroupState, core: Core, until: Deadline) -> Plan | None:
         lost = _find_lost(now, core, until)
-        return _plan_restart("The restart", now, lost, core) if lost else None
+        return _plan_restart(now, lost, core) if lost else None
 
     return Operation("The restart", plan)
 
@@ -76,13 +73,11 @@ def restart_ranks(ranks: tuple[int, ...], *, elsewhere: bool) -> Operation:
         lost, everybody = _find_lost(now, core, until), core.policy.restarts_all
         started = tuple(range(len(now.members))) if everybody else ranks
         return Plan(
-            name,
             now.sharding,
             replaced=started,
             moved=ranks if elsewhere else (),
             quiet=tuple(rank for rank in ranks if rank not in lost),
             new_port=everybody,
-            hooked=started,
         )
 
     return Operation(name, plan)
@@ -106,13 +101,12 @@ def resize(axis: str, size: int, slots: Sequence[Slot] | None, elastic: str | No
         stay = tuple(rank for rank in lost if rank < sharding.size)
         if stay and (before == size or policy.restarts_all):
             # As `restart_failed_workers` would: with scope "group" together with all others.
-            return replace(_plan_restart(name, now, lost, core), again=before != size)
+            return replace(_plan_restart(now, lost, core), again=before != size)
         if before == size:
             return None
         if reason := policy.explain_limit(now, stay) if stay else "":
             raise WorkerFailureError(tuple(lost[rank] for rank in stay), reason)
         return Plan(
-            name,
             sharding,
             new=(*stay, *range(len(members), sharding.size)),
             slots=slots,
@@ -120,14 +114,13 @@ def resize(axis: str, size: int, slots: Sequence[Slot] | None, elastic: str | No
             quiet=tuple(rank for rank in members[: sharding.size] if rank not in lost),
             follows=True,
             new_port=True,
-            hooked=stay,
             resize=Resize(now.group_epoch + 1, axis, before, size),
         )
 
     return Operation(name, plan)
 
 
-def _plan_restart(what: str, now: GroupState, lost: Mapping[int, WorkerFailure], core: Core) -> Plan:
+def _plan_restart(now: GroupState, lost: Mapping[int, WorkerFailure], core: Core) -> Plan:
     """Return the restart of lost ranks, or of all of them with scope "group"."""
     everybody, policy = tuple(range(len(now.members))), core.policy
     # Ray would create actors on a removed placement group without an error, and never start them.
@@ -136,7 +129,6 @@ def _plan_restart(what: str, now: GroupState, lost: Mapping[int, WorkerFailure],
         raise WorkerFailureError(tuple(lost.values()), reason)
     ranks = everybody if policy.restarts_all else tuple(lost)
     return Plan(
-        what,
         now.sharding,
         replaced=ranks,
         counted=frozenset(ranks),
@@ -144,7 +136,6 @@ def _plan_restart(what: str, now: GroupState, lost: Mapping[int, WorkerFailure],
         follows=now.is_broken,
         # The store of one set of processes cannot be used by another set.
         new_port=policy.restarts_all or now.is_broken,
-        hooked=ranks,
     )
 
 
