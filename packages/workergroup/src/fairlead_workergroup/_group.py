@@ -178,8 +178,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._shutdown = Shutdown(core, self._changes, self._provisioner)
         self._observer = Observer(core)
         self._classic_futures = ClassicFutures(core)
-        # Of the mesh that the group is made with: with size 1, another axis would look as slow.
-        self._elastic_axis = operations.find_elastic_axis(core.now.sharding)
 
     def _start(self) -> None:
         """Start all workers, or end everything."""
@@ -331,14 +329,14 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         """
         check_timeout("timeout", timeout)
         operations.check_caller(self._provisioner.spec.token)
-        operations.check_resize(self._core.check_alive(), self._elastic_axis, sizes, slots)
+        operations.check_resize(self._core.check_alive(), sizes, slots)
         if self._provisioner.has_one_port:
             raise ValueError(
                 f"A resize needs a second master port, and this group has {self.master_port} only. Start it with a "
                 "range of ports, WorkerOptions(master_port=(first, last)), or without master_port."
             )
         ((axis, size),) = sizes.items()
-        operation = operations.resize(axis, size, slots, self._elastic_axis)
+        operation = operations.resize(axis, size, slots)
         self._changes.run(operation, self._provisioner.deadline(timeout))
         return self._core.now.group_epoch
 

@@ -313,7 +313,7 @@ def test_bad_input_is_refused(cluster, monkeypatch, requests):
 
 
 def test_mesh_without_a_slowest_axis(cluster):
-    """Ranks are identities, so a mesh whose coordinates do not have consecutive ranks keeps its size."""
+    """Ranks are identities, so a mesh whose ranks are not in the order of its coordinates keeps its size."""
     axes = NamedSharding([1, 0], ["dp"])
     with make(cluster, sharding_annotations=axes) as group, pytest.raises(ValueError, match="slowest-varying axis"):
         group.resize(dp=3)

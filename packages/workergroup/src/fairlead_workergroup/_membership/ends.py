@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of workers, in order, until all of their processes are gone."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Collection, Sequence
@@ -89,16 +90,6 @@ def _wait_until_created(workers: Collection[Member], until: float) -> bool:
     return True
 
 
-def _draining_nodes() -> Collection[str]:
-    """Return the nodes that drain; none if Ray's head does not answer."""
-    try:
-        with head_deadline(LAST_LOOK_S):
-            return draining_nodes()
-    except HeadTimeoutError as error:
-        logger.warning("Cannot tell which nodes drain: %s", error)
-        return frozenset()
-
-
 def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) -> list[str]:
     """End the processes of workers on all nodes at once; return descriptions of those alive at the deadline."""
     by_node = group_pairs((worker.node_id, worker) for worker in workers)
@@ -124,8 +115,12 @@ def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) ->
             if not isinstance(answer, Exception)
             for pid, _ in answer
         ]
+        draining = frozenset[str]()
+        if silent:
+            with contextlib.suppress(HeadTimeoutError), head_deadline(LAST_LOOK_S):
+                draining = draining_nodes()
         # Ray starts no task on a node that drains, and the node ends by itself.
-        for node_id in silent.keys() & set(_draining_nodes() if silent else ()):
+        for node_id in silent.keys() & draining:
             logger.warning(
                 "Cannot look for processes of workers on node %s, which drains; they end with it at the latest: %s",
                 node_id[:8],

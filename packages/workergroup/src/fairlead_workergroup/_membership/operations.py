@@ -83,19 +83,12 @@ def restart_ranks(ranks: tuple[int, ...], *, elsewhere: bool) -> Operation:
     return Operation(name, plan)
 
 
-def resize(axis: str, size: int, slots: Sequence[Slot] | None, elastic: str | None) -> Operation:
-    """Return the change of the size of an axis; lost workers that stay are started again.
-
-    Args:
-        axis: the axis.
-        size: its new size.
-        slots: of the new ranks; None for free ones of the cluster.
-        elastic: the slowest-varying axis of the mesh that the group was made with.
-    """
+def resize(axis: str, size: int, slots: Sequence[Slot] | None) -> Operation:
+    """Return the change of the size of an axis; lost workers that stay are started again."""
     name = f"The resize to {axis}={size}"
 
     def plan(now: GroupState, core: Core, until: Deadline) -> Plan | None:
-        sharding, policy = check_resize(now, elastic, {axis: size}, slots), core.policy
+        sharding, policy = check_resize(now, {axis: size}, slots), core.policy
         before, members = now.sharding.get_axis_size(axis), range(len(now.members))
         lost = _find_lost(now, core, until)
         stay = tuple(rank for rank in lost if rank < sharding.size)
@@ -145,11 +138,9 @@ def _find_lost(now: GroupState, core: Core, until: Deadline) -> dict[int, Worker
     return dict(core.now.lost)
 
 
-def check_resize(
-    now: GroupState, elastic: str | None, sizes: Mapping[str, int], slots: Sequence[Slot] | None
-) -> NamedSharding:
+def check_resize(now: GroupState, sizes: Mapping[str, int], slots: Sequence[Slot] | None) -> NamedSharding:
     """Return the axes of another size of the group, or refuse it."""
-    axis, size = check_sizes(now.sharding, elastic, sizes)
+    axis, size = _check_sizes(now.sharding, sizes)
     before = now.sharding.get_axis_size(axis)
     each = now.sharding.size // before
     if any(len(place.tied_bundles[1]) > 1 for place in now.places):
@@ -161,7 +152,8 @@ def check_resize(
             f"a resize from {axis}={before} to {axis}={size} needs {max(0, each * (size - before))} slots, got "
             f"{len(slots)}"
         )
-    return resize_mesh(now.sharding, axis, size)
+    layout = np.arange(each * size).reshape(list({**now.sharding.shape, axis: size}.values()))
+    return NamedSharding(layout, now.sharding.names)
 
 
 def check_caller(token: str) -> None:
@@ -190,23 +182,7 @@ def check_members(ranks: Sequence[int], now: GroupState) -> None:
         raise IndexError(f"rank {wrong[0]} is out of range: the group has ranks 0 to {len(now.members) - 1}")
 
 
-def find_elastic_axis(sharding: NamedSharding) -> str | None:
-    """Return the slowest-varying axis, each of whose coordinates has a block of consecutive ranks; None without one.
-
-    >>> find_elastic_axis(NamedSharding.from_shape(dp=2, tp=4))
-    'dp'
-    >>> find_elastic_axis(NamedSharding([[3, 1], [2, 0]], ["dp", "tp"])) is None
-    True
-    """
-    ascending = np.arange(sharding.size)
-    for number, name in enumerate(sharding.names):
-        rows = np.moveaxis(sharding.layout, number, 0).reshape(sharding.get_axis_size(name), -1)
-        if (np.sort(rows, axis=1).ravel() == ascending).all():
-            return name
-    return None
-
-
-def check_sizes(sharding: NamedSharding, elastic: str | None, sizes: Mapping[str, int]) -> tuple[str, int]:
+def _check_sizes(sharding: NamedSharding, sizes: Mapping[str, int]) -> tuple[str, int]:
     """Return the axis and the size that a resize requests."""
     if len(sizes) != 1:
         raise ValueError(f"resize takes one axis with its new size, such as dp=6, got {dict(sizes)}")
@@ -216,27 +192,14 @@ def check_sizes(sharding: NamedSharding, elastic: str | None, sizes: Mapping[str
         raise TypeError(f"the size of an axis must be a whole number, got {axis}={size!r}")
     if size < 1:
         raise ValueError(f"the size of an axis must be at least 1, got {axis}={size}")
-    if elastic is None:
+    if (sharding.layout.ravel() != np.arange(sharding.size)).any():
         raise ValueError(
-            f"{sharding!r} has no slowest-varying axis, whose coordinates have consecutive ranks each, so it cannot be "
-            "resized: ranks would have to move. Use a mesh such as NamedSharding.from_shape(dp=2, tp=4)."
+            f"the ranks of {sharding!r} are not in the order of its coordinates, the slowest-varying axis first, so it "
+            "cannot be resized: ranks would have to move. Use a mesh such as NamedSharding.from_shape(dp=2, tp=4)."
         )
-    if axis != elastic:
+    if axis != (elastic := sharding.names[0]):
         raise ValueError(
             f"this group can be resized along {elastic!r} only, its slowest-varying axis: along {axis!r} the ranks of "
             "other workers would change. Start a new group for that."
         )
     return axis, size
-
-
-def resize_mesh(sharding: NamedSharding, axis: str, size: int) -> NamedSharding:
-    """Return the mesh with another size of its elastic axis; new coordinates have the order of the first one.
-
-    >>> resize_mesh(NamedSharding.from_shape(dp=1, tp=2), "dp", 3).layout.tolist()
-    [[0, 1], [2, 3], [4, 5]]
-    """
-    number, before = sharding.get_axis_index(axis), sharding.get_axis_size(axis)
-    kept = np.moveaxis(sharding.layout, number, 0)[:size]
-    each = sharding.size // before
-    added = [kept[0] + at * each for at in range(before, size)]
-    return NamedSharding(np.moveaxis(np.stack([*kept, *added]), 0, number), sharding.names)
