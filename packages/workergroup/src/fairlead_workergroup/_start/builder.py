@@ -110,17 +110,10 @@ class RayWorkerBuilder:
             timeout_s=START_S,
         )
         resources, env_vars, init_kwargs, overrides = described.configuration(0)
-        options = dict(described.options)
-        for more in (
-            {"num_gpus": num_gpus, **resources},
-            {"runtime_env": overrides} if overrides else {},
-            extra_options,
-        ):
-            options = recursive_merge_options(options, more)
+        own = {"num_gpus": num_gpus, **resources, **({"runtime_env": overrides} if overrides else {})}
+        options = recursive_merge_options(recursive_merge_options(described.options, own), extra_options)
         check_concurrency(options, concurrent=False)
-        environment = worker_environment(
-            driver={}, of_class={}, of_slot={}, of_user={}, of_rank={}, configured=env_vars
-        )
+        environment = worker_environment(configured=env_vars)
         if environment.loader_variables:
             loader = {"runtime_env": {"env_vars": dict(environment.loader_variables)}}
             options = recursive_merge_options(options, loader)
