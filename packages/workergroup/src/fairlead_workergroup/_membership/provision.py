@@ -38,6 +38,7 @@ from .slots import Slots
 
 # An agent that is late releases the port later, so nobody has to wait longer.
 RELEASE_S = 1.0
+PORT = "port of an earlier epoch"  # what it is when it is released while the group lives
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ class Provisioner(Described):
 
     def acquire(self, before: GroupState, plan: Plan, until: Deadline) -> Staged:
         """Get slots, the environment of new workers, and a port if the present one cannot be used."""
-        now, places, sharding = self._present, before.places, plan.sharding
+        now, places, sharding = self._now, before.places, plan.sharding
+        assert now is not None  # the first start has set it
         starting, size = {*plan.new, *plan.replaced}, sharding.size
         if plan.moved:
             places = self.slots.move(places, plan.moved)
@@ -189,9 +191,8 @@ class Provisioner(Described):
                 self._registration.await_handles(ANSWER_S)
 
     def commit(self, staged: Staged) -> None:
-        """Use what was staged from now on, and return the port of the epoch before."""
+        """Use what was staged from now on."""
         self._now, self.worker_class = staged, staged.worker_class
-        self._drop_ports(staged.lease)
 
     def settle(self, until: Deadline) -> None:
         """Return what the members of now do not need: workers, slots, and ports of an epoch that has not begun."""
@@ -199,7 +200,8 @@ class Provisioner(Described):
         self.owned.keep_workers({one.actor_id for one in now.members}, until)
         if now.phase != "ended":
             self.slots.keep(now.places)
-            self._drop_ports(None if self._now is None else self._now.lease)
+            used = None if self._now is None else id(self._now.lease)
+            self.owned.drop(key for key in self.owned.keys(PORT) if key[1] != used)
 
     def release_arguments(self) -> None:
         """Release the stored arguments, because nothing is started any more."""
@@ -207,13 +209,7 @@ class Provisioner(Described):
 
     def layout(self) -> Any:
         """Return the axes over the ranks as plain data, or a reference to them."""
-        return self._stored.layout_of(self._present.state.sharding)
-
-    @property
-    def _present(self) -> Staged:
-        if self._now is None:
-            raise self._core.ended_error()
-        return self._now
+        return self._stored.layout_of(self._core.now.sharding)
 
     @property
     def _stored(self) -> "_StoredArguments":
@@ -303,13 +299,8 @@ class Provisioner(Described):
                     "and the group leases a port of the cluster's port_range."
                 )
             raise
-        self.owned.own(("port of an earlier epoch", id(lease)), lambda: lease.release(timeout_s=RELEASE_S))
+        self.owned.own((PORT, id(lease)), lambda: lease.release(timeout_s=RELEASE_S))
         return lease
-
-    def _drop_ports(self, lease: PortLease | None) -> None:
-        """Return all ports but one; a node that is lost has none any more."""
-        keys = self.owned.keys("port of an earlier epoch")
-        self.owned.drop(key for key in keys if key[1] != id(lease))
 
 
 class _StoredArguments:
