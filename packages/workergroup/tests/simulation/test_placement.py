@@ -86,7 +86,7 @@ def test_starts():
 
         def wait(timeout_s):
             refs = [made[one["rank"]]._fairlead_start.remote(one, [], [], {}) for one in facts]
-            return placement.wait_started(refs, members, timeout_s=timeout_s)
+            return [*placement.wait_started(refs, members, until=Deadline.after(timeout_s)).values()]
 
         assert [answer["node_id"] for answer in wait(10)] == [place.slot.node_id for place in places]
 

@@ -16,7 +16,7 @@ from fairlead_workergroup._membership.shutdown import Shutdown
 from fairlead_workergroup._membership.slots import Slots
 from fairlead_workergroup._start import launch
 from fairlead_workergroup._start.launch import create_actors, wait_started
-from fairlead_workergroup._world import NEVER
+from fairlead_workergroup._world import NEVER, Deadline
 
 
 class Answer(Future):
@@ -40,7 +40,7 @@ def test_the_first_failure_is_reported():
     later = threading.Timer(0.1, lambda: [refs[rank].set_exception(RuntimeError(f"from {rank}")) for rank in (1, 0)])
     later.start()
     with pytest.raises(WorkerStartError, match="rank 1 on node node: its constructor raised RuntimeError: from 1"):
-        wait_started(refs, make_members(2), name="a group", timeout_s=10, check=lambda: None)
+        wait_started(refs, make_members(2), name="a group", until=Deadline.after(10), check=lambda: None)
     later.join()
 
 
@@ -56,8 +56,8 @@ def test_each_answer_is_looked_at_once():
     refs = [Counted() for _ in range(1000)]
     for at, ref in enumerate(refs):
         ref.set_result({"at": at})
-    answers = wait_started(refs, make_members(1000), name="a group", timeout_s=10, check=lambda: None)
-    assert [answer["at"] for answer in answers] == list(range(1000))
+    answers = wait_started(refs, make_members(1000), name="a group", until=Deadline.after(10), check=lambda: None)
+    assert [answer["at"] for answer in answers.values()] == list(range(1000))
     assert set(looked.values()) == {1}
 
 
@@ -68,7 +68,7 @@ def test_workers_that_are_late():
     with pytest.raises(
         WorkerStartError, match=r"9 of 10 workers .* after 0.1 s(?s:.*)rank=1,(?s:.*)rank=8,(?s:.*)and 1 others"
     ):
-        wait_started(refs, make_members(10), name="a group", timeout_s=0.1, check=lambda: None)
+        wait_started(refs, make_members(10), name="a group", until=Deadline.after(0.1), check=lambda: None)
 
 
 class TestCreation:

@@ -273,15 +273,14 @@ class Provisioner(Described):
             refs,
             [*members.values()],
             name=self._core.name_prefix,
-            timeout_s=until.left() or 0.0,
-            limit_s=until.limit_s,
+            until=until,
             check=self._core.check_goes_on,
             look=look_at_starts,
             explain=lambda member, error: find_losses(self._core, {member: error}).get(member),
         )
         started = {}
-        for (rank, member), answer in zip(members.items(), answers, strict=True):
-            identity = {name: answer[name] for name in ("node_id", "pid", "started", "log")}
+        for rank, member in members.items():
+            identity = {name: answers[rank][name] for name in ("node_id", "pid", "started", "log")}
             started[rank] = dataclasses.replace(member, **identity)
             self.owned.own_worker(started[rank])
         return started
