@@ -30,7 +30,6 @@ class Plan:
     quiet: tuple[int, ...] = ()  # living ranks whose calls have to end first
     closes: bool = False  # whether calls wait from the beginning, and not only while the epoch begins
     follows: bool = False  # whether every survivor has to take part: then a late one breaks the group
-    new_port: bool = False  # whether the ranks need a new master port even if rank 0 stays on its node
     resize: Resize | None = None  # what changes the number of ranks
     is_first: bool = False  # whether it is the first start
     again: bool = False  # whether this is the first part, after which the operation is planned again
@@ -77,7 +76,6 @@ def restart_ranks(ranks: tuple[int, ...], *, elsewhere: bool) -> Operation:
             replaced=started,
             moved=ranks if elsewhere else (),
             quiet=tuple(rank for rank in ranks if rank not in lost),
-            new_port=everybody,
         )
 
     return Operation(name, plan)
@@ -106,7 +104,6 @@ def resize(axis: str, size: int, slots: Sequence[Slot] | None) -> Operation:
             counted=frozenset(stay),
             quiet=tuple(rank for rank in members[: sharding.size] if rank not in lost),
             follows=True,
-            new_port=True,
             resize=Resize(now.group_epoch + 1, axis, before, size),
         )
 
@@ -127,8 +124,6 @@ def _plan_restart(now: GroupState, lost: Mapping[int, WorkerFailure], core: Core
         counted=frozenset(ranks),
         closes=True,
         follows=now.is_broken,
-        # The store of one set of processes cannot be used by another set.
-        new_port=policy.restarts_all or now.is_broken,
     )
 
 

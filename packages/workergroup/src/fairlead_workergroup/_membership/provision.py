@@ -154,8 +154,9 @@ class Provisioner(Described):
                 gone = before.departed.get(place.rank)
                 members.append(self._next_member(place, 0 if gone is None else gone.incarnation + 1, 0))
         lease = now.lease
-        # With one port, the next processes use it when the old ones have ended.
-        if lease is None or (plan.new_port and not self.has_one_port) or lease.node_id != places[0].slot.node_id:
+        # The store of one set of processes cannot be used by another one. A single port is used when they have ended.
+        needs_other = (plan.follows or self._core.policy.restarts_all) and not self.has_one_port
+        if lease is None or needs_other or lease.node_id != places[0].slot.node_id:
             lease = self._lease_port(places[0].slot, until)
         epoch = before.group_epoch + 1
         state = dataclasses.replace(before, sharding=sharding, members=tuple(members), group_epoch=epoch)
