@@ -2,7 +2,6 @@
 """The options of workers: the accelerators that they see, the master port, and the Ray options of their actors."""
 
 import copy
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +10,6 @@ import ray
 
 from fairlead_placement import Slot
 
-from .. import _ray_private
 from .._model import Place
 
 # The group sets these options, which decide where an actor runs, its name, and its restarts.
@@ -90,20 +88,8 @@ def read_master_ports(options: WorkerOptions) -> tuple[int, int] | None:
     )
 
 
-@functools.cache
-def _limit() -> bytes:
-    pickled: bytes = ray.cloudpickle.dumps(_ray_private.limit_devices)
-    return pickled
-
-
 def device_facts(place: Place, near: Sequence[Slot], chosen: WorkerOptions) -> dict[str, Any]:
-    """Return the facts for `show_devices`, as plain data; nothing without accelerators in the slot.
-
-    Args:
-        place: the place of the worker.
-        near: the slots of the group on the worker's node, in the order of the ranks.
-        chosen: the options of the group.
-    """
+    """Return the facts for `show_devices`, given the slots of the group on the node; none without accelerators."""
     if not place.slot.accelerators:
         return {}
     return {
@@ -111,7 +97,6 @@ def device_facts(place: Place, near: Sequence[Slot], chosen: WorkerOptions) -> d
         "share": chosen.share_devices,
         "slots": [dict(slot.accelerators) for slot in near],
         "local_rank": place.local_rank,
-        "limit": _limit(),
     }
 
 
