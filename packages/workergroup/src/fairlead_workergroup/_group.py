@@ -129,10 +129,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         limit = 0 if memory_limit is None else parse_memory(memory_limit)
         spec = GroupSpec(
             cluster=cluster,
-            worker=builder.worker,
-            methods=builder.methods,
-            args=builder.args,
-            kwargs=builder.kwargs,
+            builder=builder,
             python=choose_python(python, builder.ray_actor_class_fqn),
             env_vars=env_vars,
             options=read_option("worker", worker, WorkerOptions),

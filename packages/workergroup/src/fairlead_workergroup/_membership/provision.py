@@ -23,6 +23,7 @@ from .._observe.query import look_at_starts
 from .._observe.registration import Registration, actor_name
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
+from .._start.builder import RayWorkerBuilder
 from .._start.environment import EnvVars, check_env_vars, prepare_python, start_variables, variables_at
 from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
 from .._start.layout import resize_places
@@ -46,10 +47,7 @@ class GroupSpec:
     """Everything that the workers of a group are started from, as the user gave it."""
 
     cluster: RayVirtualCluster | Sequence[Slot]
-    worker: Any
-    methods: Sequence[str]  # with a leading underscore, beside the public ones
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    builder: RayWorkerBuilder
     python: str | VenvSpec | None
     env_vars: EnvVars
     options: WorkerOptions
@@ -117,9 +115,10 @@ class Provisioner(Described):
         self.worker_class = described
         for name in self.spec.hooks:
             described.method(name).check(0, ())
-        self._arguments = _StoredArguments(self.spec, described)
+        self._arguments = _StoredArguments(self.spec.builder, described)
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
-        self.spec = dataclasses.replace(self.spec, args=(), kwargs={})
+        builder = RayWorkerBuilder(self.spec.builder.worker).with_methods(*self.spec.builder.methods)
+        self.spec = dataclasses.replace(self.spec, builder=builder)
         self._registration = Registration(self._core, self.spec.token, described.name, methods=described.to_dict())
         self.owned.own(("publication",), self._registration.withdraw)
         members = tuple(self._next_member(place, 0, 0) for place in places)
@@ -231,8 +230,8 @@ class Provisioner(Described):
         # The class, or its libraries, may need these variables to be found.
         variables = start_variables(variables_at(spec.env_vars, places[0]))
         described = describe_class(
-            spec.worker,
-            spec.methods,
+            spec.builder.worker,
+            spec.builder.methods,
             asks=[configure_ask(place, per_node) for place in places],
             node_id=nodes[0],
             runtime_env=recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {}),
@@ -306,11 +305,11 @@ class Provisioner(Described):
 class _StoredArguments:
     """The constructor's arguments and the facts about all workers, stored once for as long as the group lives."""
 
-    def __init__(self, spec: GroupSpec, described: WorkerClass) -> None:
+    def __init__(self, builder: RayWorkerBuilder, described: WorkerClass) -> None:
         self._stored = Arguments()
         self.target = self._stored.prepare(described.target)  # the full name of the class, or its pickled bytes
-        self.args = [self._prepare(described, at, value) for at, value in enumerate(spec.args)]
-        self.kwargs = {name: self._prepare(described, name, value) for name, value in spec.kwargs.items()}
+        self.args = [self._prepare(described, at, value) for at, value in enumerate(builder.args)]
+        self.kwargs = {name: self._prepare(described, name, value) for name, value in builder.kwargs.items()}
         self._layout: tuple[NamedSharding, Any] | None = None
 
     def layout_of(self, sharding: NamedSharding) -> Any:
