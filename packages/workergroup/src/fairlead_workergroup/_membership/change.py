@@ -119,7 +119,7 @@ class Changes:
             with self._lock:
                 if self._core.ending:
                     raise self._core.ended_error()
-                under_way = [one for one in (self._running, *self._queue) if one is not None and one.is_shared]
+                under_way = [other for other in (self._running, *self._queue) if other is not None and other.is_shared]
                 if is_shared and under_way:
                     change = under_way[0]
                 else:
@@ -300,7 +300,7 @@ class _Run:
         core.commit(
             dataclasses.replace(
                 state,
-                members=tuple(self._member(one) for one in state.members),
+                members=tuple(self._member(member) for member in state.members),
                 phase="broken" if core.now.is_broken else "serving",
                 restarting=core.now.restarting,
                 departed=self._departed(),
@@ -328,10 +328,10 @@ class _Run:
         now, size = self._core.now, self.plan.sharding.size
         cause = f"the group was resized {self.plan.resize}, and this rank left it"
         left = {
-            one.rank: dataclasses.replace(one, lost=one.lost or one.failure("left", cause))
-            for one in now.members[size:]
+            member.rank: dataclasses.replace(member, lost=member.lost or member.failure("left", cause))
+            for member in now.members[size:]
         }
-        return {rank: one for rank, one in now.departed.items() if rank >= size} | left
+        return {rank: member for rank, member in now.departed.items() if rank >= size} | left
 
     def _drain(self) -> None:
         """Wait until calls have ended."""
@@ -352,7 +352,7 @@ class _Run:
         members = [self.before.members[rank] for rank in ranks]
         if left := self._provisioner.owned.end(members, self.until):
             raise WorkerFailureError(
-                tuple(one.lost or one.failure("start-failed", MAY_RUN) for one in members),
+                tuple(member.lost or member.failure("start-failed", MAY_RUN) for member in members),
                 f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(left)}. "
                 "They do not react to SIGKILL, or their node does not answer; look at them there. When they are gone, "
                 "call `restart_failed_workers()` again, or create a new group on other nodes.",
@@ -365,11 +365,11 @@ class _Run:
         alone = plan.follows and self._concurrent
         layout = self._provisioner.layout() if len(now.members) != len(self.before.members) else None
         sent = {
-            (one.rank, ""): send_function(
-                one, apply_facts, now.facts_since(self.before, one.rank), layout, alone=alone, until=self.until
+            (member.rank, ""): send_function(
+                member, apply_facts, now.facts_since(self.before, member.rank), layout, alone=alone, until=self.until
             )
-            for one in now.members
-            if one.rank not in self.started and one.lost is None
+            for member in now.members
+            if member.rank not in self.started and member.lost is None
         }
         if plan.follows:
             self._await(sent)
@@ -401,7 +401,7 @@ class _Run:
 
     def _lose(self, failures: Mapping[Member, WorkerFailure]) -> WorkerFailureError:
         """Record what has failed in the epoch that has begun, and return the error that reports it."""
-        by_rank = sorted(failures.items(), key=lambda one: one[0].rank)
+        by_rank = sorted(failures.items(), key=lambda item: item[0].rank)
         lost = tuple(self._core.note(by_rank, breaks=self.plan.follows))
         if self.plan.follows:
             return WorkerFailureError(lost, BROKEN)
@@ -420,7 +420,7 @@ class _Run:
                 core.advance(phase="broken")
                 return WorkerFailureError(error.failures, BROKEN)
             cause = f"the change was interrupted: {error!r}"  # not by a worker: it is unknown who has followed
-            return self._lose({one: one.failure("resize-failed", cause) for one in core.now.members})
+            return self._lose({member: member.failure("resize-failed", cause) for member in core.now.members})
         ended = list(plan.replaced)
         if not self._has_ended:  # lost ranks could not be started again
             ended = [rank for rank in ended if plan.closes and rank in before.lost]
@@ -447,7 +447,7 @@ class _Run:
         """Let workers that leave finish their calls until the deadline; end them, and return what is not needed."""
         if self._core.ending:
             return
-        leaving = [one for one in self.before.members[self.plan.sharding.size :] if one.lost is None]
+        leaving = [member for member in self.before.members[self.plan.sharding.size :] if member.lost is None]
         try:
             if self._has_begun and leaving:
                 late = find_late(leaving, self.until, self._core.check_goes_on, concurrent=self._concurrent)

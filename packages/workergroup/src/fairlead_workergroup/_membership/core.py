@@ -104,7 +104,7 @@ class Core:
         self.worker_metadata: list[dict[str, Any]] = []
         self.connection = _world.Connection(self)
         self.ending: bool = False
-        self.now = GroupState(0, 0, sharding, tuple(Member(one, node_id=one.slot.node_id) for one in places))
+        self.now = GroupState(0, 0, sharding, tuple(Member(place, node_id=place.slot.node_id) for place in places))
         self.turn = _world.current.lock()
         self._remedy = remedy
         self._by_actor: dict[str, Member] = {}  # with replaced incarnations, whose results may still be fetched
@@ -168,9 +168,9 @@ class Core:
                 raise self.ended_error()
             before = self.now
             self.now = replace(state, version=before.version + 1)
-            self._by_actor.update((one.actor_id, one) for one in state.members)
-            self.handles[:] = [one.handle for one in state.members]
-            self.worker_metadata[:] = [describe_place(one.place) for one in state.members]
+            self._by_actor.update((member.actor_id, member) for member in state.members)
+            self.handles[:] = [member.handle for member in state.members]
+            self.worker_metadata[:] = [describe_place(member.place) for member in state.members]
             self._show_states()
             return self.now
 

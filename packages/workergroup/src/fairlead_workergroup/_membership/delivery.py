@@ -42,7 +42,7 @@ def send_function(member: Member, function: Callable[..., Any], *args: Any, alon
 
 def find_late(members: Sequence[Member], until: Deadline, check: Check, *, concurrent: bool) -> list[int]:
     """Wait until everything that was sent to workers has ended; return the late ranks."""
-    refs = {one.rank: send_function(one, do_nothing, alone=concurrent, until=until) for one in members}
+    refs = {member.rank: send_function(member, do_nothing, alone=concurrent, until=until) for member in members}
     errors, late = wait_for(refs, until, check, patient=True)
     # A worker that is lost now is found when the facts are sent to it.
     return late + [rank for rank, error in errors.items() if isinstance(getattr(error, "cause", None), TimeoutError)]

@@ -67,7 +67,8 @@ def _wait(workers: Sequence[Member], until: float, *, by_ray: bool) -> list[str]
         return _end_trees(workers, min(until, now + LAST_LOOK_S), grace_s=0.0)
     # A dead actor answers this at once with an error; nothing answers after a kill except that.
     deadline = min(until, now + GONE_S)
-    answers = collect({at: one.handle.__ray_ready__.remote for at, one in enumerate(workers)}, max(0.1, deadline - now))
+    sends = {number: worker.handle.__ray_ready__.remote for number, worker in enumerate(workers)}
+    answers = collect(sends, max(0.1, deadline - now))
     alive = [error for _, error in answers.values() if isinstance(error, ray.exceptions.GetTimeoutError)]
     left = _end_trees(workers, deadline, grace_s=WORKER_GRACE_S)
     return left if left or not alive else [f"{len(alive)} worker(s) that Ray has not ended within {GONE_S:g} s"]
@@ -99,12 +100,12 @@ def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) ->
         within_s = max(0.5, deadline - time.monotonic())
         asks = {
             node_id: (
-                [worker.key for worker in there if worker.pid],
-                [worker.mark for worker in there],
+                [worker.key for worker in ours if worker.pid],
+                [worker.mark for worker in ours],
                 max(0.1, within_s - ANSWERED_S),
                 grace_s,
             )
-            for node_id, there in by_node.items()
+            for node_id, ours in by_node.items()
             if node_id in alive
         }
         answers = run_on_nodes(end_trees, asks, timeout_s=within_s)
@@ -129,7 +130,7 @@ def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) ->
         # A node that does not answer may be about to go.
         if left or not silent or time.monotonic() >= deadline:
             return left + [
-                f"workers on node {one[:8]}, which does not answer: {error}" for one, error in silent.items()
+                f"workers on node {node_id[:8]}, which does not answer: {error}" for node_id, error in silent.items()
             ]
         by_node = {node_id: by_node[node_id] for node_id in silent}
         time.sleep(pause)

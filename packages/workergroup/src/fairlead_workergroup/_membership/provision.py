@@ -136,7 +136,7 @@ class Provisioner(Described):
         if size != len(places):
             added = self.slots.claim_new(places, size - len(places), plan.slots)
             places = resize_places(places, size, added, prefix=self._core.name_prefix)
-        places = tuple(dataclasses.replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places)
+        places = tuple(dataclasses.replace(place, coords=sharding.get_worker_coords(place.rank)) for place in places)
         described, workers = now.worker_class, now.workers
         if places != before.places:
             described, workers = self._plan(places, until)
@@ -197,7 +197,7 @@ class Provisioner(Described):
     def settle(self, until: Deadline) -> None:
         """Return what the members of now do not need: workers, slots, and ports of an epoch that has not begun."""
         now = self._core.now
-        self.owned.keep_workers({one.actor_id for one in now.members}, until)
+        self.owned.keep_workers({member.actor_id for member in now.members}, until)
         if now.phase != "ended":
             self.slots.keep(now.places)
             used = None if self._now is None else id(self._now.lease)
@@ -308,7 +308,7 @@ class _StoredArguments:
     def __init__(self, builder: RayWorkerBuilder, described: WorkerClass) -> None:
         self._stored = Arguments()
         self.target = self._stored.prepare(described.target)  # the full name of the class, or its pickled bytes
-        self.args = [self._prepare(described, at, value) for at, value in enumerate(builder.args)]
+        self.args = [self._prepare(described, number, value) for number, value in enumerate(builder.args)]
         self.kwargs = {name: self._prepare(described, name, value) for name, value in builder.kwargs.items()}
         self._layout: tuple[NamedSharding, Any] | None = None
 

@@ -86,7 +86,7 @@ class Shutdown:
             return True
         # A change that is under way gives up at its next step. Until then it may end a worker under its cleanup.
         self._changes.join(until.sooner(Deadline.after(JOIN_S)))
-        living = {one for one in core.now.members if one.lost is None}
+        living = {member for member in core.now.members if member.lost is None}
         try:
             # The cleanup has half of the time if the head is silent.
             with head_deadline((until.left(at_most=2 * HEAD_S) or 0.0) / 2):
@@ -94,7 +94,7 @@ class Shutdown:
         except HeadTimeoutError:
             pass
         began = _world.current.now()
-        calls = {one.rank: one.handle._fairlead_cleanup.remote(cleanup_method) for one in living}
+        calls = {member.rank: member.handle._fairlead_cleanup.remote(cleanup_method) for member in living}
         errors, late = wait_for(calls, until, self._is_forced.is_set, patient=True)
         for rank, error in errors.items():
             logger.warning("The cleanup %r of rank %d failed: %s", cleanup_method, rank, error)

@@ -141,7 +141,7 @@ class Slots:
         self._positions |= positions
         present = {positions[slot.key]: slot for slot in now}
         known = {place.rank: self._positions.get(place.slot.key, (-1, -1)) for place in places}
-        moved = move_places(places, {rank: present[at] for rank, at in known.items() if at in present})
+        moved = move_places(places, {rank: present[where] for rank, where in known.items() if where in present})
         if gone := [place.rank for place in moved if place.slot.node_id not in alive_nodes()]:
             raise ResourceInsufficientError(
                 f"The slots of rank(s) {', '.join(map(str, gone))} are lost, and are not from the cluster of this "

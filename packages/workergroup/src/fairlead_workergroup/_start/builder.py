@@ -99,7 +99,7 @@ class RayWorkerBuilder:
         ask = {
             "num_gpus": num_gpus,
             "bundle_indices": bundle_indices,
-            "num_gpus_per_node": sum(one == node_id for one in node_ids.values()),
+            "num_gpus_per_node": sum(other == node_id for other in node_ids.values()),
         }
         described = describe_class(
             self.worker,

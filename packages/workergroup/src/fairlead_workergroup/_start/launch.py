@@ -72,7 +72,7 @@ def plan_workers(
     plans = []
     given = [variables_at(env_vars, place) for place in places]
     # A worker that moves would keep a variable that its next place has no value for.
-    if some := {name for one in given for name in one.keys() ^ given[0].keys()}:
+    if some := {name for variables in given for name in variables.keys() ^ given[0].keys()}:
         raise ValueError(f"env_vars must return the same names for all places; {sorted(some)} are there for some only")
     for place, of_user in zip(places, given, strict=True):
         resources, configured_env, init_kwargs, overrides = described.configuration(place.rank)
@@ -132,8 +132,8 @@ def create_actors(
 ) -> None:
     """Create the actors of workers, `WINDOW` at a time; call `add` with each handle, on any thread."""
 
-    def create(one: tuple[WorkerPlan, str]) -> None:
-        add(one[0], create_actor(one[0], described, one[1]))
+    def create(request: tuple[WorkerPlan, str]) -> None:
+        add(request[0], create_actor(request[0], described, request[1]))
 
     first, *others = zip(plans, names, strict=True)
     create(first)  # this exports the class, which has to happen once

@@ -70,8 +70,8 @@ def _number_on_nodes(places: Sequence[Place]) -> tuple[Place, ...]:
     """Set for each place the number of its node, its own number there, and how many places the node has."""
     sizes = Counter(place.slot.node_id for place in places)
     return tuple(
-        replace(place, node_rank=one.node_rank, local_rank=one.local_rank, local_world_size=sizes[one.node_id])
-        for place, one in zip(places, number_slots(place.slot for place in places), strict=True)
+        replace(place, node_rank=slot.node_rank, local_rank=slot.local_rank, local_world_size=sizes[slot.node_id])
+        for place, slot in zip(places, number_slots(place.slot for place in places), strict=True)
     )
 
 
@@ -100,14 +100,14 @@ def _choose(slots: Sequence[Slot], workers_per_node: Any) -> list[Slot]:
     else:
         wanted = [workers_per_node] * len(by_node)
     keep: set[int] = set()
-    for (node_idx, there), count in zip(sorted(by_node.items()), wanted, strict=True):
+    for (node_idx, own), count in zip(sorted(by_node.items()), wanted, strict=True):
         if isinstance(count, bool) or not isinstance(count, int):
             raise ValueError(f"workers_per_node must be an int or a list of ints, got {workers_per_node!r}")
-        if not 0 <= count <= len(there):
+        if not 0 <= count <= len(own):
             raise ValueError(
-                f"workers_per_node asks for {count} workers on logical node {node_idx}, which has {len(there)} slots"
+                f"workers_per_node asks for {count} workers on logical node {node_idx}, which has {len(own)} slots"
             )
-        keep.update(map(id, there[:count]))
+        keep.update(map(id, own[:count]))
     chosen = [slot for slot in slots if id(slot) in keep]
     if not chosen:
         raise ValueError(f"workers_per_node={workers_per_node!r} leaves no worker")
@@ -133,10 +133,10 @@ def _tie(slots: Sequence[Slot], groups: Any) -> list[tuple[Slot, int, int, tuple
         for within, bundle in enumerate(bundles):
             key = (None if unified else node_idx, bundle)
             if key not in by_bundle:
-                there = sorted(b for n, b in by_bundle if n in (None, node_idx))
+                present = sorted(b for n, b in by_bundle if n in (None, node_idx))
                 raise ValueError(
                     f"bundle_indices_list[{number}] names bundle {bundle!r} of logical node {node_idx}, "
-                    f"which has {there}"
+                    f"which has {present}"
                 )
             if key in taken:
                 raise ValueError(
