@@ -234,19 +234,24 @@ class Changes:
         finally:
             # Later than the facts: a worker without them refuses the calls of handles in the new epoch.
             self._provisioner.publish()
-        calls = {}
-        if self._on_restart is not None and (again := sorted(run.started.keys() & range(len(run.before.members)))):
-            calls["Restart.method"] = self._run_hook(self._on_restart, again, run.until)
-        if self._on_resize is not None and plan.follows:
-            calls["on_resize"] = self._run_hook(self._on_resize, range(len(after.members)), run.until)
-        run.await_hooks(calls)
+        again = sorted(run.started.keys() & range(len(run.before.members)))
+        everybody = range(len(after.members)) if plan.follows else ()
+        ends = {}
+        for hook, method, ranks in (
+            ("Restart.method", self._on_restart, again),
+            ("on_resize", self._on_resize, everybody),
+        ):
+            if method is not None and ranks:
+                call = self._run_hook(method, ranks, run.until)
+                for rank, future in zip(call.called_workers, call.futures, strict=True):
+                    ends[rank, f"{hook} failed: "] = end_of(future)
+        run.wait_for(ends)
         if after.is_broken:
             core.advance(phase="serving")
         if plan.resize is not None:
             logger.info("Resized %r %s.", core.name_prefix, plan.resize)
         if plan.replaced:
-            ranks = ", ".join(map(str, plan.replaced))
-            logger.warning("Restarted rank(s) %s of %r.", ranks, core.name_prefix)
+            logger.warning("Restarted rank(s) %s of %r.", ", ".join(map(str, plan.replaced)), core.name_prefix)
 
 
 class _Run:
@@ -372,19 +377,9 @@ class _Run:
             if member.rank not in self.started and member.lost is None
         }
         if plan.follows:
-            self._await(sent)
+            self.wait_for(sent)
 
-    def await_hooks(self, calls: Mapping[str, Any]) -> None:
-        """Wait for methods of the user that run on all workers at once, by what they are."""
-        self._await(
-            {
-                (rank, f"{name} failed: "): end_of(future)
-                for name, call in calls.items()
-                for rank, future in zip(call.called_workers, call.futures, strict=True)
-            }
-        )
-
-    def _await(self, futures: Mapping[tuple[int, str], Any]) -> None:
+    def wait_for(self, futures: Mapping[tuple[int, str], Any]) -> None:
         """Wait for what workers do, by rank and a text about it; raise if they fail or are late, and then lost."""
         errors, late = wait_for(futures, self.until, self._core.check_goes_on)
         self._core.check_goes_on()
@@ -421,25 +416,21 @@ class _Run:
                 return WorkerFailureError(error.failures, BROKEN)
             cause = f"the change was interrupted: {error!r}"  # not by a worker: it is unknown who has followed
             return self._lose({member: member.failure("resize-failed", cause) for member in core.now.members})
-        ended = list(plan.replaced)
+        is_report = isinstance(error, WorkerFailureError)
         if not self._has_ended:  # lost ranks could not be started again
-            ended = [rank for rank in ended if plan.closes and rank in before.lost]
-        if not ended:
-            return error
+            lost = tuple(before.lost.values())
+            return WorkerFailureError(lost, _describe(error)) if plan.closes and not is_report else error
         cause, failed, text = str(error), -1, _describe(error)
         if isinstance(error, WorkerStartError):
             cause, failed, text = error.reason, error.rank, str(error)
+        assert self._staged is not None
         reports = []
-        for rank in ended:
-            member = before.members[rank]
+        for rank in plan.replaced:
+            counts = self._staged.state.members[rank]
+            member = dataclasses.replace(before.members[rank], incarnation=counts.incarnation, restarts=counts.restarts)
             kind: FailureKind = "start-failed" if failed in (rank, -1) else "killed"
-            if self._staged is not None and self._has_ended:
-                counts = self._staged.state.members[rank]
-                member = dataclasses.replace(member, incarnation=counts.incarnation, restarts=counts.restarts)
             reports.append((member, member.failure(kind, f"in a restart: {cause}")))
-        if self._has_ended:
-            core.advance(restarts=self._restarts)
-        is_report = isinstance(error, WorkerFailureError)
+        core.advance(restarts=self._restarts)
         failures = tuple(core.note(reports, override=not is_report))
         return error if is_report else WorkerFailureError(failures, text)
 
