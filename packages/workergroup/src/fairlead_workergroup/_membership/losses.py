@@ -150,13 +150,13 @@ def note_known_dead(core: Core, ranks: Iterable[int], is_used: Any) -> None:
 
     A restart that is under way ends workers itself.
     """
-    now = core.check_alive()
+    now, called = core.check_alive(), set(ranks)
     dead = {
         member: member.failure("killed", NO_CAUSE)
-        for rank in ranks
-        if (member := now.members[rank] if now.has([rank]) else None) is not None
+        for member in now.members
+        if member.rank in called
         and member.lost is None
-        and rank not in now.restarting
+        and member.rank not in now.restarting
         and is_known_dead(member.handle)
         and is_used(member.actor_id)
     }
