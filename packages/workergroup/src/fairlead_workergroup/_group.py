@@ -265,7 +265,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         Raises:
             TypeError, ValueError, IndexError: wrong ranks, or too few free slots. Nothing has changed, as with the next
-                one.
+                two.
+            PlacementError: the cluster cannot replace the lost node of one of the given ranks.
             ResizeTimeoutError: another change of the group, or calls being sent, took longer than `timeout`.
             WorkerFailureError: `max_restarts` is used up, there is no slot, or a worker did not start (kind
                 "start-failed"). Dead workers stay dead, and you can try again.
@@ -316,7 +317,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             TypeError, ValueError: not one axis; another axis than the slowest-varying one; a size below 1; too few
                 slots; the group has tied workers; or it has one `master_port` only. Nothing has changed, as with
                 the next three.
-            ResourceInsufficientError: a given slot has no room for another group, or its node is lost or drains.
+            PlacementError: a given slot has no room for another group, or its node is lost or drains; or the cluster
+                cannot replace the lost node of a worker that stays.
             WorkerStartError: a new worker did not start.
             ResizeTimeoutError: calls, or another change of the group, took longer than `timeout`.
             WorkerFailureError: a lost worker that stays cannot be restarted. Or a worker failed or was late after the
