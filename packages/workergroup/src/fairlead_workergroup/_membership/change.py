@@ -390,8 +390,8 @@ class _Run:
         failures = {now[rank]: now[rank].failure(kind, what + UNFINISHED) for rank, what in late}
         for (rank, what), error in errors.items():
             cause = getattr(error, "cause", None) or error
-            own = now[rank].failure(kind, f"{what}it raised {type(cause).__name__}: {cause}")
-            failures[now[rank]] = find_losses(self._core, {now[rank]: error}).get(now[rank], own)
+            failures[now[rank]] = now[rank].failure(kind, f"{what}it raised {type(cause).__name__}: {cause}")
+        failures |= find_losses(self._core, {now[rank]: error for (rank, _), error in errors.items()})
         raise self._lose(failures) from next(iter(errors.values()), None)
 
     def _lose(self, failures: Mapping[Member, WorkerFailure]) -> WorkerFailureError:
