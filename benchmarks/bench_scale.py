@@ -34,6 +34,7 @@ from fairlead_workergroup._start.launch import WINDOW, create_actors, plan_worke
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import Method, WorkerClass
 from fairlead_workergroup._transport.arguments import Arguments
+from fairlead_workergroup._world import Deadline
 
 NODES, PER_NODE, ROUNDS = 8, 16, 2
 SIMULATED_NODES, SIMULATED_PER_NODE = 1_024, 8
@@ -67,15 +68,14 @@ def simulated_rows() -> Iterator[Row]:
         plans,
         described,
         suffixes,
-        name="sim",
-        add=lambda plan, actor: actors.update({plan.place.rank: actor}),
+        lambda plan, actor: actors.update({plan.place.rank: actor}),
     )
     started = [actors[rank]._fairlead_start.remote({"rank": rank}, [], [], {}) for rank in range(count)]
     members = [
         Member(place, handle=actors[place.rank], actor_id=suffixes[place.rank], node_id=place.slot.node_id)
         for place in places
     ]
-    wait_started(started, members, name="sim", timeout_s=600.0, check=lambda: None)
+    wait_started(started, members, name="sim", until=Deadline.after(600.0), check=lambda: None)
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
 
     each, most = planned_cpu / count, head.most_waiting

@@ -309,27 +309,32 @@ def act_in_steps(patch: Patch, act: Callable[[str], object]) -> None:
 
     patch.setattr(change._Run, "_end", act_and_end)
     patch.setattr(operations, "_find_lost", act_and_plan)
-    act_before(patch, change, "drain", partial(act, "quiesce"))
+    act_before(patch, change, "find_late", partial(act, "quiesce"))
     act_before(patch, change._Run, "deliver", partial(act, "deliver"))
 
 
 def act_before_calls_are_awaited(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run when a change of a group begins to wait for the calls that were made before it."""
-    act_before(patch, change, "drain", act)
+    act_before(patch, change, "find_late", act)
 
 
 def act_while_a_change_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
     """Let `act` run whenever a change of a group waits for these ranks, and for no others."""
-    _act_at_a_bar(patch, delivery, ranks, act)
+    wait_for = delivery.wait_for
 
+    def wait_and_act(futures: Mapping[Any, Any], until: Any, check: Callable[[], Any], **options: Any) -> Any:
+        keys = {future: key for key, future in futures.items()}
 
-def _act_at_a_bar(patch: Patch, module: Any, ranks: list[int], act: Callable[[], object]) -> None:
-    class Bar(display.Bar):
-        def show(self, done: int, *, waiting_for: Sequence[int] = ()) -> None:
-            if list(waiting_for) == ranks:
+        def act_and_check() -> Any:
+            late = [keys[one] for one in ray.wait(list(keys), num_returns=len(keys), timeout=0)[1]]
+            if sorted(key if isinstance(key, int) else key[0] for key in late) == ranks:
                 act()
+            return check()
 
-    patch.setattr(module, "Bar", Bar)
+        return wait_for(futures, until, act_and_check, **options)
+
+    patch.setattr(delivery, "wait_for", wait_and_act)
+    patch.setattr(change, "wait_for", wait_and_act)
 
 
 def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
@@ -354,7 +359,13 @@ def act_before_processes_are_awaited(patch: Patch, act: Callable[[], object]) ->
 
 def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
     """Let `act` run whenever a start of workers waits for these ranks, and for no others."""
-    _act_at_a_bar(patch, launch, ranks, act)
+
+    class Bar(display.Bar):
+        def show(self, done: int, *, waiting_for: Sequence[int] = ()) -> None:
+            if list(waiting_for) == ranks:
+                act()
+
+    patch.setattr(launch, "Bar", Bar)
 
 
 def note_reads(patch: Patch) -> list[int]:

@@ -28,8 +28,7 @@ from ._observe.calls import Outcome
 from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._options import Elastic, Restart, Timeouts
 from ._start.builder import RayWorkerBuilder
-from ._start.devices import WorkerOptions
-from ._start.options import recursive_merge_options
+from ._start.options import WorkerOptions, recursive_merge_options
 from ._transport.arguments import PerWorker, Shard
 from ._transport.wait import ResultStream
 from .exceptions import (

@@ -25,9 +25,8 @@ from ._calls.results import ClassicFutures
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
 from ._membership import operations
-from ._membership.axis import find_elastic_axis
 from ._membership.change import Changes
-from ._membership.core import Core, set_core
+from ._membership.core import Core
 from ._membership.owned import Owned
 from ._membership.provision import GroupSpec, Provisioner
 from ._membership.shutdown import Shutdown
@@ -36,9 +35,9 @@ from ._observe.memory import parse_memory
 from ._observer import ObservedGroup, Observer
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
 from ._start.builder import ClassLike, RayWorkerBuilder
-from ._start.devices import WorkerOptions
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
+from ._start.options import WorkerOptions
 from ._world import Deadline, check_timeout
 
 logger = logging.getLogger(__name__)
@@ -130,10 +129,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         limit = 0 if memory_limit is None else parse_memory(memory_limit)
         spec = GroupSpec(
             cluster=cluster,
-            worker=builder.worker,
-            methods=builder.methods,
-            args=builder.args,
-            kwargs=builder.kwargs,
+            builder=builder,
             python=choose_python(python, builder.ray_actor_class_fqn),
             env_vars=env_vars,
             options=read_option("worker", worker, WorkerOptions),
@@ -177,11 +173,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
         core.changes = self._changes
         self._shutdown = Shutdown(core, self._changes, self._provisioner)
-        set_core(self, core)
         self._observer = Observer(core)
         self._classic_futures = ClassicFutures(core)
-        # Of the mesh that the group is made with: with size 1, another axis would look as slow.
-        self._elastic_axis = find_elastic_axis(core.now.sharding)
 
     def _start(self) -> None:
         """Start all workers, or end everything."""
@@ -272,7 +265,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         Raises:
             TypeError, ValueError, IndexError: wrong ranks, or too few free slots. Nothing has changed, as with the next
-                one.
+                two.
+            PlacementError: the cluster cannot replace the lost node of one of the given ranks.
             ResizeTimeoutError: another change of the group, or calls being sent, took longer than `timeout`.
             WorkerFailureError: `max_restarts` is used up, there is no slot, or a worker did not start (kind
                 "start-failed"). Dead workers stay dead, and you can try again.
@@ -321,9 +315,10 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
         Raises:
             TypeError, ValueError: not one axis; another axis than the slowest-varying one; a size below 1; too few
-                slots; a tied group would be cut; or the group has one `master_port` only. Nothing has changed, as with
+                slots; the group has tied workers; or it has one `master_port` only. Nothing has changed, as with
                 the next three.
-            ResourceInsufficientError: a given slot has no room for another group, or its node is lost or drains.
+            PlacementError: a given slot has no room for another group, or its node is lost or drains; or the cluster
+                cannot replace the lost node of a worker that stays.
             WorkerStartError: a new worker did not start.
             ResizeTimeoutError: calls, or another change of the group, took longer than `timeout`.
             WorkerFailureError: a lost worker that stays cannot be restarted. Or a worker failed or was late after the
@@ -333,14 +328,14 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         """
         check_timeout("timeout", timeout)
         operations.check_caller(self._provisioner.spec.token)
-        operations.check_resize(self._core.check_alive(), self._elastic_axis, sizes, slots)
+        operations.check_resize(self._core.check_alive(), sizes, slots)
         if self._provisioner.has_one_port:
             raise ValueError(
                 f"A resize needs a second master port, and this group has {self.master_port} only. Start it with a "
                 "range of ports, WorkerOptions(master_port=(first, last)), or without master_port."
             )
         ((axis, size),) = sizes.items()
-        operation = operations.resize(axis, size, slots, self._elastic_axis)
+        operation = operations.resize(axis, size, slots)
         self._changes.run(operation, self._provisioner.deadline(timeout))
         return self._core.now.group_epoch
 

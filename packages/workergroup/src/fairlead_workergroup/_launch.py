@@ -21,8 +21,8 @@ from ._model import Place
 from ._options import Restart, Timeouts, read_option
 from ._remote.describe import undecorate
 from ._start.builder import ClassLike, RayWorkerBuilder
-from ._start.devices import WorkerOptions
 from ._start.environment import check_env_vars, choose_python
+from ._start.options import WorkerOptions
 from ._world import Deadline
 
 # How the options of other libraries begin that could be taken for axes.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 
-from .exceptions import MOST_SHOWN, FailureKind, WorkerFailure, format_coords
+from .exceptions import FailureKind, WorkerFailure, format_coords
 
 Phase = Literal["starting", "serving", "broken", "ended"]
 
@@ -284,8 +284,7 @@ class RestartPolicy:
             return ""
         if self.restarts_all:
             return "The next call restarts the whole group first, whichever ranks it calls. Repeat this call."
-        shown = ", ".join(map(str, ranks[:MOST_SHOWN])) + (", ..." if len(ranks) > MOST_SHOWN else "")
         return (
-            f"The next call that reaches rank(s) {shown} starts them again. Repeat this call. "
-            "`restart_failed_workers()` starts them at once."
+            "The next call that reaches these ranks starts them again. Repeat this call. `restart_failed_workers()` "
+            "starts them at once."
         )

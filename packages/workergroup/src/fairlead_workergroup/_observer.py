@@ -94,7 +94,6 @@ class Observer:
             )
             for one in now.members
         ]
-        self._core.show_states(states, now)
         return statuses, [_stuck(one, rows[one.rank]) for one in now.members if states[one.rank] == "stuck"]
 
 
@@ -104,7 +103,7 @@ class ObservedGroup:
     _observer: Observer
 
     def get_worker_status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
-        """Return what each worker does, by rank, and show the states in `worker_metadata` and the cluster's grid.
+        """Return what each worker does, by rank.
 
         The records of the workers are read on their nodes, with one request a node, so that this works while workers
         are busy or hang. Ray reports which workers are dead.

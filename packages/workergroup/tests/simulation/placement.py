@@ -79,9 +79,7 @@ class PretendedPlacement:
         plans: Sequence[Any],
         described: Any,
         names: Sequence[str],
-        *,
         add: Callable[[Any, Any], None],
-        **_: Any,
     ) -> None:
         """Create the actors of workers, as `_start.launch.create_actors` does."""
         for plan in plans:
@@ -99,19 +97,19 @@ class PretendedPlacement:
         started: Sequence[Any],
         members: Sequence[Any],
         *,
-        timeout_s: float,
+        until: Deadline,
         check: Callable[[], None] = lambda: None,
         **_: Any,
-    ) -> list[Mapping[str, Any]]:
+    ) -> dict[int, Mapping[str, Any]]:
         """Wait until all constructors have finished, as `_start.launch.wait_started` does."""
-        deadline, pending = Deadline.after(timeout_s), dict(zip(started, members, strict=True))
+        pending = dict(zip(started, members, strict=True))
         while pending:
-            left = deadline.left(at_most=LOOK_EVERY_S)
+            left = until.left(at_most=LOOK_EVERY_S)
             ready, _rest = self.ray.world.wait(list(pending), num_returns=1, timeout=left)
             check()
-            if not ready and deadline.passed:
+            if not ready and until.passed:
                 late = [*pending.values()]
-                raise late_error(late, [None] * len(late), len(started), timeout_s)
+                raise late_error(late, [None] * len(late), len(started), until.limit_s or 0.0)
             for ref in ready:
                 member = pending.pop(ref)
                 try:
@@ -120,4 +118,4 @@ class PretendedPlacement:
                     waiting = [other.rank for other in pending.values()]
                     done = len(started) - len(pending) - 1
                     raise start_error(error, member, done, waiting, find_loss(member, error)) from error
-        return [ref.value() for ref in started]
+        return {member.rank: ref.value() for member, ref in zip(members, started, strict=True)}

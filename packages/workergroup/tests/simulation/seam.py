@@ -60,22 +60,6 @@ CONTEXT = SimpleNamespace(
 )
 
 
-class NoBar:
-    """A progress bar that shows nothing."""
-
-    def __init__(self, what: str, total: int | None) -> None:
-        pass
-
-    def show(self, done: int, *, waiting_for: Sequence[int] = ()) -> None:
-        pass
-
-    def __enter__(self) -> "NoBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def _wait_until(world: "SimulatedWorld", is_true: Callable[[], bool], seconds: float) -> bool:
     """Ask again and again until a condition holds, as `wait_until` does; the question may be a point itself."""
     deadline = world.now() + seconds
@@ -129,8 +113,6 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._observe.registration.withdraw": lambda key: None,
         f"{ours}._group.release_when_dropped": lambda *_: None,
         f"{ours}._group.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="simulated")),
-        # Terminals.
-        f"{ours}._membership.delivery.Bar": NoBar,
         # Functions of this package that read the clock themselves, because agents need its times.
         f"{ours}._membership.ends.time": SimpleNamespace(monotonic=world.now, sleep=world.sleep),
         f"{ours}._membership.ends.wait_until": lambda is_true, until, **_: _wait_until(
@@ -142,7 +124,6 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         # How often waits look at the clock, or whether they are to be given up.
         f"{ours}._world.SLICE_S": math.inf,
         f"{ours}._membership.delivery.LOOK_EVERY_S": 2.0,
-        f"{ours}._membership.ends.LOOK_EVERY_S": 2.0,
     }
 
 

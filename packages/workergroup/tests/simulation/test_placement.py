@@ -80,13 +80,13 @@ def test_starts():
     def script(world, ray, placement, places):
         made = {}
         plans = [make_plan(place) for place in places]
-        placement.create_actors(plans, None, [], add=lambda plan, actor: made.setdefault(plan.place.rank, actor))
+        placement.create_actors(plans, None, [], lambda plan, actor: made.setdefault(plan.place.rank, actor))
         members = [make_member(made[place.rank], place, {}) for place in places]
         facts = [{"rank": rank, "env": {}} for rank in made]
 
         def wait(timeout_s):
             refs = [made[one["rank"]]._fairlead_start.remote(one, [], [], {}) for one in facts]
-            return placement.wait_started(refs, members, timeout_s=timeout_s)
+            return [*placement.wait_started(refs, members, until=Deadline.after(timeout_s)).values()]
 
         assert [answer["node_id"] for answer in wait(10)] == [place.slot.node_id for place in places]
 

@@ -16,7 +16,7 @@ from fairlead_workergroup._membership.shutdown import Shutdown
 from fairlead_workergroup._membership.slots import Slots
 from fairlead_workergroup._start import launch
 from fairlead_workergroup._start.launch import create_actors, wait_started
-from fairlead_workergroup._world import NEVER
+from fairlead_workergroup._world import NEVER, Deadline
 
 
 class Answer(Future):
@@ -40,7 +40,7 @@ def test_the_first_failure_is_reported():
     later = threading.Timer(0.1, lambda: [refs[rank].set_exception(RuntimeError(f"from {rank}")) for rank in (1, 0)])
     later.start()
     with pytest.raises(WorkerStartError, match="rank 1 on node node: its constructor raised RuntimeError: from 1"):
-        wait_started(refs, make_members(2), name="a group", timeout_s=10, check=lambda: None)
+        wait_started(refs, make_members(2), name="a group", until=Deadline.after(10), check=lambda: None)
     later.join()
 
 
@@ -56,8 +56,8 @@ def test_each_answer_is_looked_at_once():
     refs = [Counted() for _ in range(1000)]
     for at, ref in enumerate(refs):
         ref.set_result({"at": at})
-    answers = wait_started(refs, make_members(1000), name="a group", timeout_s=10, check=lambda: None)
-    assert [answer["at"] for answer in answers] == list(range(1000))
+    answers = wait_started(refs, make_members(1000), name="a group", until=Deadline.after(10), check=lambda: None)
+    assert [answer["at"] for answer in answers.values()] == list(range(1000))
     assert set(looked.values()) == {1}
 
 
@@ -68,26 +68,7 @@ def test_workers_that_are_late():
     with pytest.raises(
         WorkerStartError, match=r"9 of 10 workers .* after 0.1 s(?s:.*)rank=1,(?s:.*)rank=8,(?s:.*)and 1 others"
     ):
-        wait_started(refs, make_members(10), name="a group", timeout_s=0.1, check=lambda: None)
-
-
-def test_the_progress_bar_names_the_phase(monkeypatch):
-    """The bar of a start says whether actors are being registered, or processes and constructors are awaited."""
-    shown = []
-
-    class Recorded(launch.Bar):
-        def __init__(self, what, total):
-            super().__init__(what, total)
-            shown.append((what, total))
-
-    monkeypatch.setattr(launch, "Bar", Recorded)
-    monkeypatch.setattr(launch, "create_actor", lambda plan, described, suffix: plan.place.rank)
-    refs = [Answer(), Answer()]
-    for ref in refs:
-        ref.set_result({})
-    create_actors(make_plans(2), None, ["a", "b"], name="policy", add=lambda *_: None)
-    wait_started(refs, make_members(2), name="policy", timeout_s=10, check=lambda: None)
-    assert shown == [("Starting policy: create", 2), ("Starting policy: process, import, constructor", 2)]
+        wait_started(refs, make_members(10), name="a group", until=Deadline.after(0.1), check=lambda: None)
 
 
 class TestCreation:
@@ -117,7 +98,7 @@ class TestCreation:
         def add(plan, actor):
             created[plan.place.rank] = actor
 
-        create_actors(make_plans(100), None, suffixes, name="a group", add=add)
+        create_actors(make_plans(100), None, suffixes, add)
         assert created == {rank: (rank, suffix) for rank, suffix in enumerate(suffixes)}
         assert 1 < most <= launch.WINDOW
 
@@ -144,8 +125,7 @@ class TestCreation:
                 make_plans(1000),
                 None,
                 [""] * 1000,
-                name="a group",
-                add=lambda plan, _: known.append(plan.place.rank),
+                lambda plan, _: known.append(plan.place.rank),
             )
         assert len(requested) <= 4 + launch.WINDOW
         assert sorted([*known, 3]) == sorted(requested)

@@ -124,7 +124,7 @@ def test_dead_workers_that_no_call_has_met(monkeypatch):
     assert {one.rank: (loss.kind, loss.cause) for one, loss in lost.items()} == {
         0: ("exited", "it has exited"),
         1: ("killed", losses.NOT_NOTICED),
-        2: ("node-lost", "it died"),
+        2: ("node-lost", losses.NODE_LOST),
     }
 
 

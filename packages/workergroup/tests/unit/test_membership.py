@@ -53,10 +53,9 @@ class Provisioner:
         return Deadline.after(START_S if timeout_s is None else timeout_s)
 
     def acquire(self, before, plan, until):
-        launch = SimpleNamespace(workers=[])
-        return Staged(before, launch, SimpleNamespace(address="a", port=1))
+        return Staged(before, self.worker_class, [], SimpleNamespace(address="a", port=1))
 
-    def start(self, staged, ranks, until, check):
+    def start(self, staged, ranks, until):
         self.started.append(list(ranks))
         return {rank: staged.state.members[rank] for rank in ranks}
 
@@ -85,7 +84,8 @@ def core():
 def changes(core, monkeypatch):
     monkeypatch.setattr(operations, "find_lost", lambda *_: {})
     monkeypatch.setattr(change, "alive_nodes", frozenset)
-    monkeypatch.setattr(change, "drain", lambda *_, **__: (LateWorker(0, {}, "a", 7, "step", 1.0),))
+    monkeypatch.setattr(change, "find_late", lambda *_, **__: [0])
+    monkeypatch.setattr(change, "late_workers", lambda _: (LateWorker(0, {}, "a", 7, "step", 1.0),))
     return core.changes
 
 

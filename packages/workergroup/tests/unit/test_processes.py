@@ -128,6 +128,21 @@ def start_worker(act, *more):
     return worker, identity
 
 
+def test_reaper_of_a_lost_raylet(monkeypatch, eventually):
+    """A worker whose raylet was killed ends soon, also while the parent of the raylet has not waited for it."""
+    raylet = subprocess.Popen(["sleep", "281"])
+    monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
+    worker, _ = start_worker(lambda: None)
+    assert eventually(lambda: len(find_reapers(worker)) == 1)
+    os.kill(raylet.pid, signal.SIGKILL)
+    try:
+        assert eventually(lambda: not find_running([worker]))
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+        raylet.wait()
+
+
 def test_reaper(tmp_path, eventually):
     """When a worker ends, all that it has started ends without any request, and nothing of another worker does."""
     worker, identity = start_worker(lambda: start_children(str(tmp_path)))

@@ -14,7 +14,9 @@ from fairlead_placement.extension import head_deadline
 from .. import _world
 from .._model import Member
 from .._observe.head import alive_nodes
+from .._observe.query import late_workers
 from .._ray_private import end_of
+from .._remote.facts import apply_facts
 from .._world import NEVER, Deadline, wait_for_event
 from ..exceptions import (
     FailureKind,
@@ -26,7 +28,8 @@ from ..exceptions import (
     WorkerStartError,
 )
 from .core import BROKEN, Core
-from .delivery import drain, explain_failure, find_late, send_facts, wait_for
+from .delivery import find_late, send_function, wait_for
+from .losses import find_losses
 from .operations import Operation, Plan, restart_lost
 from .provision import Provisioner, Staged
 
@@ -45,17 +48,15 @@ class Change:
     It runs to its end or its deadline, even if whoever has requested it does not wait any more, as after Ctrl-C.
     """
 
-    def __init__(self, operation: Operation, until: Deadline, core: Core, *, is_shared: bool) -> None:
+    def __init__(self, operation: Operation, until: Deadline, *, is_shared: bool) -> None:
         self.operation = operation
         self.until = until
         self.is_shared = is_shared
         self.asked_at: float = _world.current.now()
-        self.began = self.asked_at
         self.ranks: tuple[int, ...] = ()  # those that it has started
         self.error: BaseException | None = None
         self.context = contextvars.copy_context()
         self.done = _world.current.event()
-        self._core = core
 
     def wait(self, deadline: Deadline = NEVER) -> bool:
         """Wait until the change is over, and raise what it has raised; return whether it is over."""
@@ -64,10 +65,6 @@ class Change:
         if self.error is not None:
             raise self.error.with_traceback(None)
         return True
-
-    def check(self) -> None:
-        """Raise if the change has to be given up: the group or its Ray ends."""
-        self._core.check_goes_on()
 
     def late_error(self, reason: str, late: tuple[LateWorker, ...] = ()) -> ResizeTimeoutError:
         """Return the error of a change that could not begin in time."""
@@ -122,11 +119,11 @@ class Changes:
             with self._lock:
                 if self._core.ending:
                     raise self._core.ended_error()
-                under_way = [one for one in (self._running, *self._queue) if one is not None and one.is_shared]
+                under_way = [other for other in (self._running, *self._queue) if other is not None and other.is_shared]
                 if is_shared and under_way:
                     change = under_way[0]
                 else:
-                    change = Change(operation, until, self._core, is_shared=is_shared)
+                    change = Change(operation, until, is_shared=is_shared)
                     self._queue.append(change)
         finally:  # also after Ctrl-C: what is in the queue runs, and others may wait for it already
             if self._queue and self._thread is None:
@@ -149,7 +146,7 @@ class Changes:
             return ""
         what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
         return (
-            f"A {what} has been under way for {_world.current.now() - running.began:.1f} s and goes on; it may take "
+            f"A {what} has been under way for {_world.current.now() - running.asked_at:.1f} s and goes on; it may take "
             f"start_s={self._provisioner.spec.start_timeout_s:g} s. Make the call again, with a longer timeout."
         )
 
@@ -174,7 +171,6 @@ class Changes:
                     self._idle.set()
                     return
                 change = self._running = self._queue.popleft()
-                change.began = _world.current.now()
             try:
                 change.context.run(self._carry_out, change)
             except BaseException as error:  # noqa: BLE001  raised by those who wait
@@ -184,15 +180,14 @@ class Changes:
             with self._lock:  # before those who wait may request the next one
                 self._running = None
                 if needs_restart:
-                    again = Change(restart_lost(), self._provisioner.deadline(None), self._core, is_shared=True)
-                    self._queue.append(again)
+                    self._queue.append(Change(restart_lost(), self._provisioner.deadline(None), is_shared=True))
             change.done.set()
             del change  # what it raised must not live until the next one
 
     def _carry_out(self, change: Change) -> None:
         """Plan an operation, and carry the plan out."""
         core, goes_on = self._core, True
-        change.check()
+        core.check_goes_on()
         with head_deadline(change.until.left()):
             while goes_on and (plan := change.operation.plan(core.now, core, change.until)) is not None:
                 change.ranks += self._run(_Run(plan, change, core, self._provisioner))
@@ -210,12 +205,11 @@ class Changes:
                 core.advance(restarting=plan.replaced)
             run.switch()
             self._follow(run)
-        except BaseException as error:
+        except Exception as error:
             failure = error
-            if isinstance(error, Exception):
-                if core.ending:
-                    raise core.ended_error() from error
-                core.connection.check()
+            if core.ending:
+                raise core.ended_error() from error
+            core.connection.check()
             if (failure := run.note_failure(error)) is error:
                 raise
             raise failure from error
@@ -240,20 +234,24 @@ class Changes:
         finally:
             # Later than the facts: a worker without them refuses the calls of handles in the new epoch.
             self._provisioner.publish()
-        calls = []
-        if self._on_restart is not None and plan.hooked:
-            calls.append(("Restart.method", self._run_hook(self._on_restart, plan.hooked, run.until)))
-        if self._on_resize is not None and plan.follows:
-            everybody = range(len(after.members))
-            calls.append(("on_resize", self._run_hook(self._on_resize, everybody, run.until)))
-        run.await_hooks(calls)
+        again = sorted(run.started.keys() & range(len(run.before.members)))
+        everybody = range(len(after.members)) if plan.follows else ()
+        ends = {}
+        for hook, method, ranks in (
+            ("Restart.method", self._on_restart, again),
+            ("on_resize", self._on_resize, everybody),
+        ):
+            if method is not None and ranks:
+                call = self._run_hook(method, ranks, run.until)
+                for rank, future in zip(call.called_workers, call.futures, strict=True):
+                    ends[rank, f"{hook} failed: "] = end_of(future)
+        run.wait_for(ends)
         if after.is_broken:
             core.advance(phase="serving")
         if plan.resize is not None:
             logger.info("Resized %r %s.", core.name_prefix, plan.resize)
         if plan.replaced:
-            ranks = ", ".join(map(str, plan.replaced))
-            logger.warning("Restarted rank(s) %s of %r.", ranks, core.name_prefix)
+            logger.warning("Restarted rank(s) %s of %r.", ", ".join(map(str, plan.replaced)), core.name_prefix)
 
 
 class _Run:
@@ -277,7 +275,7 @@ class _Run:
 
     def switch(self) -> None:
         """Do the steps until the epoch has begun."""
-        plan, core, provisioner, check = self.plan, self._core, self._provisioner, self._change.check
+        plan, core, provisioner = self.plan, self._core, self._provisioner
         if plan.is_first:
             staged = provisioner.prepare(self.before, self.until)
         else:
@@ -285,13 +283,13 @@ class _Run:
         self._staged = staged
         if plan.new:
             self._end([rank for rank in plan.new if rank in self.before.lost])
-            self.started |= provisioner.start(staged, plan.new, self.until, check)
+            self.started |= provisioner.start(staged, plan.new, self.until)
         if not plan.is_first:
             core.begin_change()
             self._drain()
             if plan.replaced:
                 alive_nodes()  # the head has to answer, or nothing could start
-            check()
+            core.check_goes_on()
         if plan.replaced:
             # The old epoch cannot continue as it was from here, so the rest has its own time.
             if (end := self.until.at) is not None:
@@ -300,14 +298,14 @@ class _Run:
             # Handles of other processes see that these workers are replaced, and do not take that for a loss.
             provisioner.publish({rank: staged.state.members[rank] for rank in plan.replaced})
             self._has_ended = True
-            self._end([rank for rank in plan.replaced if rank < len(self.before.members)])
+            self._end(plan.replaced)
             with head_deadline(self.until.left()):
-                self.started |= provisioner.start(staged, plan.replaced, self.until, check)
+                self.started |= provisioner.start(staged, plan.replaced, self.until)
         state = staged.state
         core.commit(
             dataclasses.replace(
                 state,
-                members=tuple(self._member(one) for one in state.members),
+                members=tuple(self._member(member) for member in state.members),
                 phase="broken" if core.now.is_broken else "serving",
                 restarting=core.now.restarting,
                 departed=self._departed(),
@@ -335,15 +333,16 @@ class _Run:
         now, size = self._core.now, self.plan.sharding.size
         cause = f"the group was resized {self.plan.resize}, and this rank left it"
         left = {
-            one.rank: dataclasses.replace(one, lost=one.lost or one.failure("left", cause))
-            for one in now.members[size:]
+            member.rank: dataclasses.replace(member, lost=member.lost or member.failure("left", cause))
+            for member in now.members[size:]
         }
-        return {rank: one for rank, one in now.departed.items() if rank >= size} | left
+        return {rank: member for rank, member in now.departed.items() if rank >= size} | left
 
     def _drain(self) -> None:
         """Wait until calls have ended."""
         living = [self.before.members[rank] for rank in self.plan.quiet]
-        late = drain(self._core, living, self.until, self._change.check, concurrent=self._concurrent)
+        ranks = find_late(living, self.until, self._core.check_goes_on, concurrent=self._concurrent)
+        late = late_workers([self._core.now.members[rank] for rank in ranks]) if ranks else ()
         if late and self.plan.follows:
             raise self._change.late_error(
                 "It waited for calls that were made before. Make it again with a longer timeout, or cancel these "
@@ -351,15 +350,14 @@ class _Run:
                 late,
             )
         if late:
-            busy = sorted(worker.rank for worker in late)
-            logger.warning("Rank(s) %s are restarted while they are busy.", busy)
+            logger.warning("Rank(s) %s are restarted while they are busy.", sorted(ranks))
 
     def _end(self, ranks: Sequence[int]) -> None:
         """End the old processes of ranks, or raise: their slots cannot be used again while they are there."""
         members = [self.before.members[rank] for rank in ranks]
         if left := self._provisioner.owned.end(members, self.until):
             raise WorkerFailureError(
-                tuple(one.lost or one.failure("start-failed", MAY_RUN) for one in members),
+                tuple(member.lost or member.failure("start-failed", MAY_RUN) for member in members),
                 f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(left)}. "
                 "They do not react to SIGKILL, or their node does not answer; look at them there. When they are gone, "
                 "call `restart_failed_workers()` again, or create a new group on other nodes.",
@@ -367,67 +365,45 @@ class _Run:
 
     def deliver(self) -> None:
         """Send the facts of the epoch to those who keep running; wait for them if all have to follow."""
-        core, plan, now = self._core, self.plan, self._core.now
-        self._change.check()
+        plan, now = self.plan, self._core.now
+        self._core.check_goes_on()
         alone = plan.follows and self._concurrent
         layout = self._provisioner.layout() if len(now.members) != len(self.before.members) else None
         sent = {
-            one.rank: send_facts(one, now.facts_since(self.before, one.rank), layout, self.until, alone=alone)
-            for one in now.members
-            if one.rank not in self.started and one.lost is None
+            (member.rank, ""): send_function(
+                member, apply_facts, now.facts_since(self.before, member.rank), layout, alone=alone, until=self.until
+            )
+            for member in now.members
+            if member.rank not in self.started and member.lost is None
         }
         if plan.follows:
-            what = f"{plan.what} of {core.name_prefix}: facts"
-            errors, late = wait_for(sent, self.until, what, self._change.check)
-            self._check_followed(errors, dict.fromkeys(late, UNFINISHED), {})
+            self.wait_for(sent)
 
-    def await_hooks(self, calls: Sequence[tuple[str, Any]]) -> None:
-        """Wait for methods of the user that run on all workers at once."""
-        if not calls:
-            return
-        ends = {
-            (at, rank): end
-            for at, (_, call) in enumerate(calls)
-            for rank, end in zip(call.called_workers, map(end_of, call.futures), strict=True)
-        }
-        what = f"{self.plan.what} of {self._core.name_prefix}: {', '.join(dict(calls))}"
-        errors, late = wait_for(ends, self.until, what, self._change.check)
-        named = {rank: f"{calls[at][0]} failed: " for at, rank in [*errors, *late]}
-        failed = {rank: error for (_, rank), error in errors.items()}
-        self._check_followed(failed, {rank: named[rank] + UNFINISHED for _, rank in late}, named)
-
-    def _check_followed(
-        self, errors: Mapping[int, Exception], late: Mapping[int, str], named: Mapping[int, str]
-    ) -> None:
-        """Raise if workers have failed or are late, and record that they are lost.
-
-        Args:
-            errors: what they have raised, by rank.
-            late: what the late ones did not do, by rank.
-            named: what they did, for the report, by rank.
-        """
-        self._change.check()
+    def wait_for(self, futures: Mapping[tuple[int, str], Any]) -> None:
+        """Wait for what workers do, by rank and a text about it; raise if they fail or are late, and then lost."""
+        errors, late = wait_for(futures, self.until, self._core.check_goes_on)
+        self._core.check_goes_on()
         if not errors and not late:
             return
-        now = self._core.now
         kind: FailureKind = "resize-failed" if self.plan.follows else "start-failed"
-        failures = {
-            now[rank]: explain_failure(self._core, now[rank], error, named.get(rank, ""), kind)
-            for rank, error in errors.items()
-        }
-        failures |= {now[rank]: now[rank].failure(kind, text) for rank, text in late.items() if rank not in errors}
+        now = self._core.now
+        failures = {now[rank]: now[rank].failure(kind, what + UNFINISHED) for rank, what in late}
+        for (rank, what), error in errors.items():
+            cause = getattr(error, "cause", None) or error
+            failures[now[rank]] = now[rank].failure(kind, f"{what}it raised {type(cause).__name__}: {cause}")
+        failures |= find_losses(self._core, {now[rank]: error for (rank, _), error in errors.items()})
         raise self._lose(failures) from next(iter(errors.values()), None)
 
     def _lose(self, failures: Mapping[Member, WorkerFailure]) -> WorkerFailureError:
         """Record what has failed in the epoch that has begun, and return the error that reports it."""
-        by_rank = sorted(failures.items(), key=lambda one: one[0].rank)
+        by_rank = sorted(failures.items(), key=lambda item: item[0].rank)
         lost = tuple(self._core.note(by_rank, breaks=self.plan.follows))
         if self.plan.follows:
             return WorkerFailureError(lost, BROKEN)
         self._provisioner.owned.end(list(failures), self.until)
         return WorkerFailureError(lost, _describe(lost[0].cause))
 
-    def note_failure(self, error: BaseException) -> BaseException:
+    def note_failure(self, error: Exception) -> Exception:
         """Record the ranks that this change has ended and not started, and return the error to raise."""
         plan, core, before = self.plan, self._core, self.before
         if plan.is_first or (isinstance(error, HeadTimeoutError) and not self._has_ended):
@@ -439,37 +415,33 @@ class _Run:
                 core.advance(phase="broken")
                 return WorkerFailureError(error.failures, BROKEN)
             cause = f"the change was interrupted: {error!r}"  # not by a worker: it is unknown who has followed
-            return self._lose({one: one.failure("resize-failed", cause) for one in core.now.members})
-        ended = [rank for rank in plan.replaced if rank < len(before.members)]
+            return self._lose({member: member.failure("resize-failed", cause) for member in core.now.members})
+        is_report = isinstance(error, WorkerFailureError)
         if not self._has_ended:  # lost ranks could not be started again
-            ended = [rank for rank in ended if plan.closes and rank in before.lost]
-        if not ended:
-            return error
+            lost = tuple(before.lost.values())
+            return WorkerFailureError(lost, _describe(error)) if plan.closes and not is_report else error
         cause, failed, text = str(error), -1, _describe(error)
         if isinstance(error, WorkerStartError):
             cause, failed, text = error.reason, error.rank, str(error)
+        assert self._staged is not None
         reports = []
-        for rank in ended:
-            member = before.members[rank]
+        for rank in plan.replaced:
+            counts = self._staged.state.members[rank]
+            member = dataclasses.replace(before.members[rank], incarnation=counts.incarnation, restarts=counts.restarts)
             kind: FailureKind = "start-failed" if failed in (rank, -1) else "killed"
-            if self._staged is not None and self._has_ended:
-                counts = self._staged.state.members[rank]
-                member = dataclasses.replace(member, incarnation=counts.incarnation, restarts=counts.restarts)
             reports.append((member, member.failure(kind, f"in a restart: {cause}")))
-        if self._has_ended:
-            core.advance(restarts=self._restarts)
-        is_report = isinstance(error, WorkerFailureError)
+        core.advance(restarts=self._restarts)
         failures = tuple(core.note(reports, override=not is_report))
-        return error if is_report or not isinstance(error, Exception) else WorkerFailureError(failures, text)
+        return error if is_report else WorkerFailureError(failures, text)
 
     def settle(self) -> None:
         """Let workers that leave finish their calls until the deadline; end them, and return what is not needed."""
         if self._core.ending:
             return
-        leaving = [one for one in self.before.members[self.plan.sharding.size :] if one.lost is None]
+        leaving = [member for member in self.before.members[self.plan.sharding.size :] if member.lost is None]
         try:
             if self._has_begun and leaving:
-                late = find_late(leaving, self.until, self._change.check, concurrent=self._concurrent)
+                late = find_late(leaving, self.until, self._core.check_goes_on, concurrent=self._concurrent)
                 if late:
                     logger.warning("Rank(s) %s were ended before they had finished.", ", ".join(map(str, late)))
         finally:

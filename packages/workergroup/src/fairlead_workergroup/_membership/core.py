@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group without its public face: who is in it, and the sending of calls, which wait while the group changes."""
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,58 +29,37 @@ BROKEN = (
 
 
 class PlannedCall(Protocol):
-    """A call that is ready to be sent, now or later."""
+    """A call that is ready to be sent, now or later; `_calls.plan` says what each of these is."""
 
     @property
-    def method(self) -> Method:
-        """The method, or the function in its place."""
-
+    def method(self) -> Method: ...
     @property
-    def called(self) -> Sequence[int]:
-        """The ranks that it reaches."""
-
+    def called(self) -> Sequence[int]: ...
     @property
-    def began(self) -> float:
-        """When its caller made it."""
-
+    def began(self) -> float: ...
     @property
-    def deadline(self) -> Deadline:
-        """The deadline of its results."""
-
+    def deadline(self) -> Deadline: ...
     @property
-    def sharding(self) -> NamedSharding | None:
-        """The axes that it was planned on; None if its ranks were given by number."""
-
+    def sharding(self) -> NamedSharding | None: ...
     @property
-    def is_hook(self) -> bool:
-        """Whether it belongs to the change of membership that is under way, and does not wait for it."""
-
+    def is_hook(self) -> bool: ...
     @property
-    def replan(self) -> "Callable[[], PlannedCall] | None":
-        """What plans the same call on the present axes; None if its values fit one size of the group only."""
-
-    def requests_with(self, conditions: dict[str, Any]) -> Sequence[Request]:
-        """Return the request to each of the ranks, with more conditions of how it is run."""
+    def replan(self) -> "Callable[[], PlannedCall] | None": ...
+    def requests_with(self, conditions: dict[str, Any]) -> Sequence[Request]: ...
 
 
-class Waitable(Protocol):
-    """A change that callers wait for."""
+class Change(Protocol):
+    """A change that callers wait for; see `change`."""
 
-    def wait(self, deadline: Deadline) -> bool:
-        """Wait until it is over, and raise what it has raised; return whether it is over."""
+    def wait(self, deadline: Deadline) -> bool: ...
 
 
 class Changing(Protocol):
-    """The owner of the changes of a group."""
+    """The owner of the changes of a group; see `change`."""
 
-    def restart_lost(self) -> Waitable:
-        """Request the restart of lost workers."""
-
-    def runs_here(self) -> bool:
-        """Return whether the calling thread is the one that changes the group."""
-
-    def describe_running(self) -> str:
-        """Return what a call waits for; an empty text if nothing is under way."""
+    def restart_lost(self) -> Change: ...
+    def runs_here(self) -> bool: ...
+    def describe_running(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +104,7 @@ class Core:
         self.worker_metadata: list[dict[str, Any]] = []
         self.connection = _world.Connection(self)
         self.ending: bool = False
-        self.now = GroupState(0, 0, sharding, tuple(Member(one, node_id=one.slot.node_id) for one in places))
+        self.now = GroupState(0, 0, sharding, tuple(Member(place, node_id=place.slot.node_id) for place in places))
         self.turn = _world.current.lock()
         self._remedy = remedy
         self._by_actor: dict[str, Member] = {}  # with replaced incarnations, whose results may still be fetched
@@ -190,12 +168,9 @@ class Core:
                 raise self.ended_error()
             before = self.now
             self.now = replace(state, version=before.version + 1)
-            new = {one.rank: one for one in state.members if one.actor_id not in self._by_actor}
-            self._by_actor.update((one.actor_id, one) for one in new.values())
-            self.handles[:] = [one.handle for one in state.members]
-            shown = {worker["global_rank"]: worker for worker in self.worker_metadata}
-            shown |= {rank: describe_place(one.place) for rank, one in new.items()}
-            self.worker_metadata[:] = [shown[rank] for rank in range(len(state.members))]
+            self._by_actor.update((member.actor_id, member) for member in state.members)
+            self.handles[:] = [member.handle for member in state.members]
+            self.worker_metadata[:] = [describe_place(member.place) for member in state.members]
             self._show_states()
             return self.now
 
@@ -204,10 +179,7 @@ class Core:
     ) -> list[WorkerFailure]:
         """Record losses of workers that have not been replaced; return the report that each has now.
 
-        Args:
-            lost: the workers, each with its report. The first report of a loss counts.
-            override: replace the reports, and take over the incarnations, because these ranks could not be restarted.
-            breaks: no call is sent until the group has been repaired.
+        The first report counts, unless `override` says that a restart has failed. With `breaks` the group is broken.
         """
         with self.turn:
             members, reports = list(self.now.members), []
@@ -229,19 +201,9 @@ class Core:
             self.now = replace(self.now, version=self.now.version + 1, **changes)
             self._show_states()
 
-    def show_states(self, states: Mapping[int, str], seen: GroupState) -> None:
-        """Show states that were observed from outside, except of workers that were replaced since `seen`."""
-        with self.turn:
-            for shown in self.worker_metadata:
-                rank = shown["global_rank"]
-                if rank in states and self.now[rank].actor_id == seen[rank].actor_id:
-                    shown["state"] = states[rank]
-
     def _show_states(self) -> None:
         for shown in self.worker_metadata:
-            state = self.now.state_of(shown["global_rank"])
-            if state != "alive" or shown["state"] in ("restarting", "dead"):
-                shown["state"] = state
+            shown["state"] = self.now.state_of(shown["global_rank"])
 
     def end(self) -> None:
         """Record that the group has no workers any more."""
@@ -261,10 +223,7 @@ class Core:
             raise ValueError(f"retries={retries} needs a group with restart=Restart(on_failure=True)")
 
     def send(self, call: PlannedCall, until: Deadline | None = None) -> Sent:
-        """Restart lost workers if that is due, and send a call in its turn; the thread waits for both.
-
-        It waits until the deadline of the call, if no other moment is given.
-        """
+        """Restart lost workers if that is due, and send a call in its turn; wait for both until its deadline."""
         until = call.deadline if until is None else until
         while True:
             outcome = self._try(call)
@@ -303,13 +262,9 @@ class Core:
             self._change_ends = self._change_ends or _world.current.event()
 
     def end_change(self, error: BaseException | None = None) -> bool:
-        """Send the calls that event loops have made in the meantime, and let others pass.
+        """Send the calls of event loops, and let others pass; return whether calls still wait for a restart.
 
-        Args:
-            error: why the change has failed, for the calls that cannot be sent without it.
-
-        Returns:
-            Whether calls still wait, because they need a restart of lost workers.
+        Calls that cannot be sent get the error of the change, if it has failed.
         """
         settled: list[Callable[[], None]] = []
         with self.turn:
@@ -438,17 +393,9 @@ class Core:
         return CallTimeoutError(call.method.name, waited_s, len(call.called), (), reason)
 
 
-_cores: weakref.WeakKeyDictionary[object, Core] = weakref.WeakKeyDictionary()
-
-
-def set_core(group: object, core: Core) -> None:
-    """Note the core of a group, which must not refer to the group."""
-    _cores[group] = core
-
-
 def find_core(group: object) -> Core:
-    """Return the core of a group."""
-    try:
-        return _cores[group]
-    except KeyError:
-        raise TypeError(f"This needs a RayWorkerGroup, got {group!r}") from None
+    """Return the core of a group that this process has made."""
+    core = getattr(group, "_core", None)
+    if not isinstance(core, Core) or not core.is_owner:
+        raise TypeError(f"This needs a RayWorkerGroup, got {group!r}")
+    return core

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of workers, in order, until all of their processes are gone."""
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import ray
 
@@ -20,33 +20,12 @@ logger = logging.getLogger(__name__)
 
 # Ray takes one to three seconds to start processes. Actors that find no room are not waited for longer than this.
 MADE_S = 5.0
-# How often a wait for a cleanup looks whether it is to be given up.
-LOOK_EVERY_S = 0.2
 # How long the nodes wait for a worker that Ray does not end, and for children that do not end.
 GONE_S = 20.0
 # The time for the end of workers when the deadline is about to pass.
 LAST_LOOK_S = 5.0
 # How long an answer may take on its way.
 ANSWERED_S = 2.0
-
-
-def wait_for_cleanup(ranks: Mapping[Any, int], method: str, deadline: Deadline, is_forced: Callable[[], bool]) -> bool:
-    """Wait until workers have run a method, given the rank of each request; return whether all went well."""
-    began, late, clean = time.monotonic(), list(ranks), True
-    while late and not is_forced():
-        done, late = ray.wait(late, num_returns=len(late), timeout=deadline.left(at_most=LOOK_EVERY_S))
-        for ref in done:
-            try:
-                ray.get(ref)
-            except Exception as error:  # noqa: BLE001  a cleanup may raise anything, and the others still have to end
-                logger.warning("The cleanup %r of rank %d failed: %s", method, ranks[ref], error)
-                clean = False
-        if deadline.passed:
-            break
-    if late:
-        where = sorted(ranks[ref] for ref in late)
-        logger.warning("The cleanup %r did not end within %.3g s on ranks %s.", method, time.monotonic() - began, where)
-    return clean and not late
 
 
 def kill_and_wait(workers: Collection[Member], until: Deadline = Deadline()) -> list[str]:  # noqa: B008  frozen
@@ -88,7 +67,8 @@ def _wait(workers: Sequence[Member], until: float, *, by_ray: bool) -> list[str]
         return _end_trees(workers, min(until, now + LAST_LOOK_S), grace_s=0.0)
     # A dead actor answers this at once with an error; nothing answers after a kill except that.
     deadline = min(until, now + GONE_S)
-    answers = collect({at: one.handle.__ray_ready__.remote for at, one in enumerate(workers)}, max(0.1, deadline - now))
+    sends = {number: worker.handle.__ray_ready__.remote for number, worker in enumerate(workers)}
+    answers = collect(sends, max(0.1, deadline - now))
     alive = [error for _, error in answers.values() if isinstance(error, ray.exceptions.GetTimeoutError)]
     left = _end_trees(workers, deadline, grace_s=WORKER_GRACE_S)
     return left if left or not alive else [f"{len(alive)} worker(s) that Ray has not ended within {GONE_S:g} s"]
@@ -111,16 +91,6 @@ def _wait_until_created(workers: Collection[Member], until: float) -> bool:
     return True
 
 
-def _draining_nodes() -> Collection[str]:
-    """Return the nodes that drain; none if Ray's head does not answer."""
-    try:
-        with head_deadline(LAST_LOOK_S):
-            return draining_nodes()
-    except HeadTimeoutError as error:
-        logger.warning("Cannot tell which nodes drain: %s", error)
-        return frozenset()
-
-
 def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) -> list[str]:
     """End the processes of workers on all nodes at once; return descriptions of those alive at the deadline."""
     by_node = group_pairs((worker.node_id, worker) for worker in workers)
@@ -130,12 +100,12 @@ def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) ->
         within_s = max(0.5, deadline - time.monotonic())
         asks = {
             node_id: (
-                [worker.key for worker in there if worker.pid],
-                [worker.mark for worker in there],
+                [worker.key for worker in ours if worker.pid],
+                [worker.mark for worker in ours],
                 max(0.1, within_s - ANSWERED_S),
                 grace_s,
             )
-            for node_id, there in by_node.items()
+            for node_id, ours in by_node.items()
             if node_id in alive
         }
         answers = run_on_nodes(end_trees, asks, timeout_s=within_s)
@@ -146,8 +116,12 @@ def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) ->
             if not isinstance(answer, Exception)
             for pid, _ in answer
         ]
+        draining = frozenset[str]()
+        if silent:
+            with contextlib.suppress(HeadTimeoutError), head_deadline(LAST_LOOK_S):
+                draining = draining_nodes()
         # Ray starts no task on a node that drains, and the node ends by itself.
-        for node_id in silent.keys() & set(_draining_nodes() if silent else ()):
+        for node_id in silent.keys() & draining:
             logger.warning(
                 "Cannot look for processes of workers on node %s, which drains; they end with it at the latest: %s",
                 node_id[:8],
@@ -156,7 +130,7 @@ def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) ->
         # A node that does not answer may be about to go.
         if left or not silent or time.monotonic() >= deadline:
             return left + [
-                f"workers on node {one[:8]}, which does not answer: {error}" for one, error in silent.items()
+                f"workers on node {node_id[:8]}, which does not answer: {error}" for node_id, error in silent.items()
             ]
         by_node = {node_id: by_node[node_id] for node_id in silent}
         time.sleep(pause)

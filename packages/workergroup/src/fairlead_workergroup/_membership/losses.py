@@ -101,16 +101,16 @@ def find_losses(
     if lost:
         return _ask_guards(core, lost, within_s)
     refused = [
-        one for one, error in errors.items() if isinstance(error, _SILENT) and not isinstance(error, RayTaskError)
+        member for member, error in errors.items() if isinstance(error, _SILENT) and not isinstance(error, RayTaskError)
     ]
     until = _world.current.now() + within_s
-    if starting := [one for one in refused if not one.pid]:  # no node knows their processes
+    if starting := [member for member in refused if not member.pid]:  # no node knows their processes
         lost = _ask_actors(core, starting, within_s)
-    asked = [*(one for one in refused if one.pid), *(one for one in silent if one not in errors)]
+    asked = [*(member for member in refused if member.pid), *(member for member in silent if member not in errors)]
     unknown: Losses = {}
     while asked and (left := until - _world.current.now()) > 0:
-        unknown |= {one: one.failure("killed", NOT_NOTICED) for one in _look_at_nodes(asked, left)}
-        asked = [one for one in refused if one.pid and one not in unknown]
+        unknown |= {member: member.failure("killed", NOT_NOTICED) for member in _look_at_nodes(asked, left)}
+        asked = [member for member in refused if member.pid and member not in unknown]
         if unknown or not asked:
             break
         _world.current.event().wait(min(REFUSED_EVERY_S, left))
@@ -119,56 +119,44 @@ def find_losses(
 
 def explain(core: Core, lost: Mapping[Member, WorkerFailure], within_s: float) -> Losses:
     """Return the causes of losses that the actors and the memory guards know, in place of the given ones."""
-    found: Losses = dict(lost)
+    known = dict(lost)
     if lost and within_s > 0:
-        found |= _ask_actors(core, lost, within_s)
-    return _ask_guards(core, found, within_s)
+        known |= _ask_actors(core, lost, within_s)
+    return _ask_guards(core, known, within_s)
 
 
 def find_lost(core: Core, members: Iterable[Member], within_s: float) -> Losses:
-    """Return the workers among living ones that are dead now, also those that no call has met.
-
-    Raises:
-        HeadTimeoutError: Ray's head did not answer.
-    """
-    living = [one for one in members if one.lost is None]
+    """Return the workers among living ones that are dead now, also those that no call has met."""
+    living = [member for member in members if member.lost is None]
     with head_deadline(within_s):
         noticed = look_at_head(living)
-    ended = _look_at_nodes([one for one in living if one not in noticed], min(within_s, LOOK_S))
-    dead = {one: loss for one, loss in noticed.items() if loss.kind == "killed"}
-    # Of those, Ray may notice the death soon.
-    others = {one: loss for one, loss in noticed.items() if one not in dead}
-    others |= {one: one.failure("killed", NOT_NOTICED) for one in ended}
-    found = explain(core, dead, within_s) | explain(core, others, min(within_s, NOTICED_S))
-    on_lost_nodes = [one for one, loss in noticed.items() if loss.kind == "node-lost" and found[one].kind == "killed"]
-    return found | {one: replace(found[one], kind="node-lost") for one in on_lost_nodes}
+    silent = _look_at_nodes([member for member in living if member not in noticed], min(within_s, LOOK_S))
+    dead = {member: loss for member, loss in noticed.items() if loss.kind == "killed"}
+    ended = {member: member.failure("killed", NOT_NOTICED) for member in silent}  # Ray may notice it soon
+    return noticed | explain(core, dead, within_s) | explain(core, ended, min(within_s, NOTICED_S))
 
 
 def look_at_head(members: Collection[Member]) -> Losses:
-    """Return the workers that Ray's head knows to be dead, or whose nodes it knows to be lost, without causes.
-
-    Raises:
-        HeadTimeoutError: Ray's head did not answer.
-    """
+    """Return the workers that Ray's head knows to be dead, or whose nodes it knows to be lost, without causes."""
     dead = dead_actors()  # all actors of the job that have ever died
-    alive = set(choose_alive({one.node_id for one in members if one.node_id}))
-    lost = {one: one.failure("node-lost", NODE_LOST) for one in members if one.node_id and one.node_id not in alive}
-    return {one: one.failure("killed", NO_CAUSE) for one in members if one.actor_id in dead} | lost
+    alive = set(choose_alive({member.node_id for member in members if member.node_id}))
+    lost = [member for member in members if member.node_id and member.node_id not in alive]
+    killed = {member: member.failure("killed", NO_CAUSE) for member in members if member.actor_id in dead}
+    return killed | {member: member.failure("node-lost", NODE_LOST) for member in lost}
 
 
 def note_known_dead(core: Core, ranks: Iterable[int], is_used: Any) -> None:
-    """Record the deaths that this process knows of and the group does not, so that the next call raises them.
+    """Record deaths that a user's `ray.get` of futures has met, so that the next call raises them.
 
-    So it is when a user's `ray.get` of futures of an actor has met a death: nobody has told the group. A restart that
-    is under way ends workers itself.
+    A restart that is under way ends workers itself.
     """
-    now = core.check_alive()
+    now, called = core.check_alive(), set(ranks)
     dead = {
         member: member.failure("killed", NO_CAUSE)
-        for rank in ranks
-        if (member := now.members[rank] if now.has([rank]) else None) is not None
+        for member in now.members
+        if member.rank in called
         and member.lost is None
-        and rank not in now.restarting
+        and member.rank not in now.restarting
         and is_known_dead(member.handle)
         and is_used(member.actor_id)
     }
@@ -183,10 +171,7 @@ def diagnose(
     method: str = "",
     deadline: Deadline = NEVER,
 ) -> BaseException:
-    """Return the exception to raise for a fetch that failed: the loss of workers, all that are lost, or a worker's own.
-
-    It sends no request to Ray's head.
-    """
+    """Return the exception to raise for a fetch that failed: the loss of all that are lost, or a worker's own."""
     if isinstance(first, ray.exceptions.RayError):
         first.__traceback__ = None  # Ray's frames and ours: the traceback in the worker is in the text
         first.__suppress_context__ = True  # the error of another worker, with a traceback of its own
@@ -194,7 +179,7 @@ def diagnose(
         return first
     failed, pending = _find_errors(refs, core)
     known, until = 0, NEVER
-    while pending and (count := sum(read_loss(*one) is not None for one in failed.items())) and not until.passed:
+    while pending and (count := sum(read_loss(*item) is not None for item in failed.items())) and not until.passed:
         if count > known:
             known, until = count, Deadline.after(TOGETHER_S)
         replies.wait(replies.wait(refs)[1], until.left(), first=True)
@@ -204,10 +189,10 @@ def diagnose(
     silent = pending if isinstance(first, RayTaskError) else ()
     lost = find_losses(core, failed, silent=silent, within_s=deadline.left(at_most=ENDED_S) or 0.0)
     if lost:
-        failure = core.failure_error(core.note(sorted(lost.items(), key=lambda one: one[0].rank)))
+        failure = core.failure_error(core.note(sorted(lost.items(), key=lambda item: item[0].rank)))
         if isinstance(failure, StaleGroupError):  # the call was sent, so that any of them may have run it
             called = (core.find(replies.actor_of(ref)) for ref in refs)
-            failure = replace(failure, ran=tuple(sorted({one.rank for one in called if one is not None})))
+            failure = replace(failure, ran=tuple(sorted({member.rank for member in called if member is not None})))
         failure.__cause__ = next(iter(failed.values()), first)
         return failure
     return explain_errors(failed, method) if failed else first
@@ -221,33 +206,33 @@ def _find_errors(refs: Sequence[ObjectRef[Any]], core: Core) -> tuple[dict[Membe
         member, error = core.find(replies.actor_of(ref)), replies.error_of(ref)
         if member is not None and error is not None:
             failed.setdefault(member, error)
-    others = (core.find(replies.actor_of(ref)) for ref in pending)
-    return dict(sorted(failed.items(), key=lambda one: one[0].rank)), [one for one in others if one is not None]
+    silent = [member for ref in pending if (member := core.find(replies.actor_of(ref))) is not None]
+    return dict(sorted(failed.items(), key=lambda item: item[0].rank)), silent
 
 
 def _look_at_nodes(members: Iterable[Member], within_s: float) -> list[Member]:
     """Return the workers whose processes have ended, from one request to each node; Ray may not know that yet."""
-    started = [one for one in members if one.pid]
+    started = [member for member in members if member.pid]
     ended = ask_nodes(started, find_ended, within_s=within_s, asks_head=False)
-    return [one for one, has_ended in zip(started, ended, strict=True) if has_ended]
+    return [member for member, has_ended in zip(started, ended, strict=True) if has_ended]
 
 
 def _ask_actors(core: Core, members: Iterable[Member], within_s: float) -> Losses:
     """Send a request to each actor, whose error names the cause if Ray knows that the actor is dead."""
     if core.now.phase == "ended":
         return {}
-    sends = {one: one.handle.__ray_ready__.remote for one in members if one.handle is not None}
+    sends = {member: member.handle.__ray_ready__.remote for member in members if member.handle is not None}
     try:
         answers = collect(sends, min(within_s, CAUSE_S))
     except ray.exceptions.RaySystemError:
         return {}  # another thread has shut Ray down, and nobody is left to ask
-    return {one: loss for one, (_, error) in answers.items() if (loss := read_loss(one, error)) is not None}
+    return {member: loss for member, (_, error) in answers.items() if (loss := read_loss(member, error)) is not None}
 
 
 def _ask_guards(core: Core, lost: Losses, within_s: float) -> Losses:
     """Return losses with the kind and the cause of those that the memory guards of the nodes have ended."""
-    killed = [one for one, loss in lost.items() if loss.kind == "killed"]
+    killed = [member for member, loss in lost.items() if loss.kind == "killed"]
     if not core.memory_limit or not killed:
         return lost
     causes = find_killed(killed, within_s)
-    return lost | {one: one.failure("out-of-memory", cause) for one, cause in causes.items()}
+    return lost | {member: member.failure("out-of-memory", cause) for member, cause in causes.items()}

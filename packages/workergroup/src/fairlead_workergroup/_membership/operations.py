@@ -5,14 +5,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fairlead_placement import HeadTimeoutError, Slot
+import numpy as np
+
+from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 
 from .._model import GroupState, Resize
-from .._observe.head import alive_nodes, read_placement_group
 from .._world import Deadline
 from ..exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError
-from .axis import check_sizes, check_tied_groups, resize_mesh
 from .core import CLUSTER_GONE, Core
 from .losses import CAUSE_S, find_lost
 
@@ -21,7 +21,6 @@ from .losses import CAUSE_S, find_lost
 class Plan:
     """What one change does; the same steps carry out all of them."""
 
-    what: str  # for people: "The resize to dp=6"
     sharding: NamedSharding  # of the next epoch
     new: tuple[int, ...] = ()  # ranks without a living process, which start while calls go on
     replaced: tuple[int, ...] = ()  # ranks whose old process ends before the constructor of the new one runs
@@ -31,8 +30,6 @@ class Plan:
     quiet: tuple[int, ...] = ()  # living ranks whose calls have to end first
     closes: bool = False  # whether calls wait from the beginning, and not only while the epoch begins
     follows: bool = False  # whether every survivor has to take part: then a late one breaks the group
-    new_port: bool = False  # whether the ranks need a new master port even if rank 0 stays on its node
-    hooked: tuple[int, ...] = ()  # the ranks that run `Restart.method`
     resize: Resize | None = None  # what changes the number of ranks
     is_first: bool = False  # whether it is the first start
     again: bool = False  # whether this is the first part, after which the operation is planned again
@@ -48,10 +45,9 @@ class Operation:
 
 def start() -> Operation:
     """Return the first start of all workers."""
-    name = "The start"
     return Operation(
-        name,
-        lambda now, core, until: Plan(name, now.sharding, new=tuple(range(len(now.members))), is_first=True),
+        "The start",
+        lambda now, core, until: Plan(now.sharding, new=tuple(range(len(now.members))), is_first=True),
     )
 
 
@@ -60,7 +56,7 @@ def restart_lost() -> Operation:
 
     def plan(now: GroupState, core: Core, until: Deadline) -> Plan | None:
         lost = _find_lost(now, core, until)
-        return _plan_restart("The restart", now, lost, core) if lost else None
+        return _plan_restart(now, lost, core) if lost else None
 
     return Operation("The restart", plan)
 
@@ -76,74 +72,58 @@ def restart_ranks(ranks: tuple[int, ...], *, elsewhere: bool) -> Operation:
         lost, everybody = _find_lost(now, core, until), core.policy.restarts_all
         started = tuple(range(len(now.members))) if everybody else ranks
         return Plan(
-            name,
             now.sharding,
             replaced=started,
             moved=ranks if elsewhere else (),
             quiet=tuple(rank for rank in ranks if rank not in lost),
-            new_port=everybody,
-            hooked=started,
         )
 
     return Operation(name, plan)
 
 
-def resize(axis: str, size: int, slots: Sequence[Slot] | None, elastic: str | None) -> Operation:
-    """Return the change of the size of an axis; lost workers that stay are started again.
-
-    Args:
-        axis: the axis.
-        size: its new size.
-        slots: of the new ranks; None for free ones of the cluster.
-        elastic: the slowest-varying axis of the mesh that the group was made with.
-    """
+def resize(axis: str, size: int, slots: Sequence[Slot] | None) -> Operation:
+    """Return the change of the size of an axis; lost workers that stay are started again."""
     name = f"The resize to {axis}={size}"
 
     def plan(now: GroupState, core: Core, until: Deadline) -> Plan | None:
-        sharding, policy = check_resize(now, elastic, {axis: size}, slots), core.policy
+        sharding, policy = check_resize(now, {axis: size}, slots), core.policy
         before, members = now.sharding.get_axis_size(axis), range(len(now.members))
         lost = _find_lost(now, core, until)
         stay = tuple(rank for rank in lost if rank < sharding.size)
         if stay and (before == size or policy.restarts_all):
             # As `restart_failed_workers` would: with scope "group" together with all others.
-            return replace(_plan_restart(name, now, lost, core), again=before != size)
+            return replace(_plan_restart(now, lost, core), again=before != size)
         if before == size:
             return None
         if reason := policy.explain_limit(now, stay) if stay else "":
             raise WorkerFailureError(tuple(lost[rank] for rank in stay), reason)
         return Plan(
-            name,
             sharding,
             new=(*stay, *range(len(members), sharding.size)),
             slots=slots,
             counted=frozenset(stay),
             quiet=tuple(rank for rank in members[: sharding.size] if rank not in lost),
             follows=True,
-            new_port=True,
-            hooked=stay,
             resize=Resize(now.group_epoch + 1, axis, before, size),
         )
 
     return Operation(name, plan)
 
 
-def _plan_restart(what: str, now: GroupState, lost: Mapping[int, WorkerFailure], core: Core) -> Plan:
+def _plan_restart(now: GroupState, lost: Mapping[int, WorkerFailure], core: Core) -> Plan:
     """Return the restart of lost ranks, or of all of them with scope "group"."""
     everybody, policy = tuple(range(len(now.members))), core.policy
     # Ray would create actors on a removed placement group without an error, and never start them.
-    if reason := CLUSTER_GONE if _lacks_cluster(now) else policy.explain_limit(now, lost):
+    is_gone = any(loss.kind == "shut-down" for loss in lost.values())
+    if reason := CLUSTER_GONE if is_gone else policy.explain_limit(now, lost):
         raise WorkerFailureError(tuple(lost.values()), reason)
     ranks = everybody if policy.restarts_all else tuple(lost)
     return Plan(
-        what,
         now.sharding,
         replaced=ranks,
         counted=frozenset(ranks),
         closes=True,
         follows=now.is_broken,
-        # The store of one set of processes cannot be used by another set.
-        new_port=policy.restarts_all or now.is_broken,
-        hooked=ranks,
     )
 
 
@@ -153,28 +133,13 @@ def _find_lost(now: GroupState, core: Core, until: Deadline) -> dict[int, Worker
     return dict(core.now.lost)
 
 
-def _lacks_cluster(now: GroupState) -> bool:
-    """Return whether the cluster has been shut down, so that Ray has removed the placement group of a rank.
-
-    Placement groups of lost nodes do not count: `replace_lost_nodes` removes them, and the ranks get other slots.
-    """
-    slots = [place.slot for place in now.places]
-    try:
-        alive = alive_nodes()
-        groups = {slot.placement_group.id: slot.placement_group for slot in slots if slot.node_id in alive}
-        return any(read_placement_group(one).get("state", "REMOVED") == "REMOVED" for one in groups.values())
-    except HeadTimeoutError:
-        return False
-
-
-def check_resize(
-    now: GroupState, elastic: str | None, sizes: Mapping[str, int], slots: Sequence[Slot] | None
-) -> NamedSharding:
+def check_resize(now: GroupState, sizes: Mapping[str, int], slots: Sequence[Slot] | None) -> NamedSharding:
     """Return the axes of another size of the group, or refuse it."""
-    axis, size = check_sizes(now.sharding, elastic, sizes)
+    axis, size = _check_sizes(now.sharding, sizes)
     before = now.sharding.get_axis_size(axis)
     each = now.sharding.size // before
-    check_tied_groups(now.places, each, each * size)
+    if any(len(place.tied_bundles[1]) > 1 for place in now.places):
+        raise ValueError("a group of tied workers, which share one model copy, cannot be resized: start a new group")
     if slots is not None and not (isinstance(slots, Sequence) and all(isinstance(slot, Slot) for slot in slots)):
         raise TypeError(f"slots must be a sequence of slots, such as cluster.slots()[4:], got {slots!r}")
     if slots is not None and len(slots) != max(0, each * (size - before)):
@@ -182,7 +147,8 @@ def check_resize(
             f"a resize from {axis}={before} to {axis}={size} needs {max(0, each * (size - before))} slots, got "
             f"{len(slots)}"
         )
-    return resize_mesh(now.sharding, axis, size)
+    layout = np.arange(each * size).reshape(list({**now.sharding.shape, axis: size}.values()))
+    return NamedSharding(layout, now.sharding.names)
 
 
 def check_caller(token: str) -> None:
@@ -209,3 +175,26 @@ def check_members(ranks: Sequence[int], now: GroupState) -> None:
     """Refuse ranks that the group does not have."""
     if wrong := [rank for rank in ranks if not 0 <= rank < len(now.members)]:
         raise IndexError(f"rank {wrong[0]} is out of range: the group has ranks 0 to {len(now.members) - 1}")
+
+
+def _check_sizes(sharding: NamedSharding, sizes: Mapping[str, int]) -> tuple[str, int]:
+    """Return the axis and the size that a resize requests."""
+    if len(sizes) != 1:
+        raise ValueError(f"resize takes one axis with its new size, such as dp=6, got {dict(sizes)}")
+    ((axis, size),) = sizes.items()
+    sharding.get_axis_index(axis)
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"the size of an axis must be a whole number, got {axis}={size!r}")
+    if size < 1:
+        raise ValueError(f"the size of an axis must be at least 1, got {axis}={size}")
+    if (sharding.layout.ravel() != np.arange(sharding.size)).any():
+        raise ValueError(
+            f"the ranks of {sharding!r} are not in the order of its coordinates, the slowest-varying axis first, so it "
+            "cannot be resized: ranks would have to move. Use a mesh such as NamedSharding.from_shape(dp=2, tp=4)."
+        )
+    if axis != (elastic := sharding.names[0]):
+        raise ValueError(
+            f"this group can be resized along {elastic!r} only, its slowest-varying axis: along {axis!r} the ranks of "
+            "other workers would change. Start a new group for that."
+        )
+    return axis, size

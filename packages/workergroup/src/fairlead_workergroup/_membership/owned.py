@@ -43,11 +43,7 @@ class Owned:
         self._release(key, release)
 
     def own_worker(self, member: Member) -> None:
-        """Note a worker that has to be ended, in place of what was known of its actor; end it if the group has ended.
-
-        Raises:
-            WorkerGroupError: the group has ended.
-        """
+        """Note a worker that has to be ended, in place of what was known of its actor; or end it, and raise."""
         with self._lock:
             if not self.closed:
                 self._workers[member.actor_id] = member

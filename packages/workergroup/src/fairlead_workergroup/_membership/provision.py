@@ -2,7 +2,7 @@
 """The workers of a group: their plans, ports, starts and ends, for the first start and for each change."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,10 +23,11 @@ from .._observe.query import look_at_starts
 from .._observe.registration import Registration, actor_name
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
-from .._start.devices import WorkerOptions, device_facts, read_master_ports
-from .._start.environment import EnvVars, WorkerPython, check_env_vars, prepare_python, start_variables, variables_at
+from .._start.builder import RayWorkerBuilder
+from .._start.environment import EnvVars, check_env_vars, prepare_python, start_variables, variables_at
 from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
-from .._start.options import recursive_merge_options
+from .._start.layout import resize_places
+from .._start.options import WorkerOptions, device_facts, read_master_ports, recursive_merge_options
 from .._start.worker_class import Described, WorkerClass, describe_class
 from .._transport.arguments import Arguments, NotPicklableError
 from .._world import Deadline
@@ -38,6 +39,7 @@ from .slots import Slots
 
 # An agent that is late releases the port later, so nobody has to wait longer.
 RELEASE_S = 1.0
+PORT = "port of an earlier epoch"  # what it is when it is released while the group lives
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,7 @@ class GroupSpec:
     """Everything that the workers of a group are started from, as the user gave it."""
 
     cluster: RayVirtualCluster | Sequence[Slot]
-    worker: Any
-    methods: Sequence[str]  # with a leading underscore, beside the public ones
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    builder: RayWorkerBuilder
     python: str | VenvSpec | None
     env_vars: EnvVars
     options: WorkerOptions
@@ -60,22 +59,14 @@ class GroupSpec:
     hooks: Collection[str] = ()  # the methods of the class that changes of the group call
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """Everything that the workers of a group on one set of axes are started from; `workers` is by rank."""
-
-    worker_class: WorkerClass
-    workers: Sequence[WorkerPlan]
-    sharding: NamedSharding
-
-
 @dataclass
 class Staged:
-    """The next epoch, with what has been acquired for it, and is not used yet."""
+    """An epoch, with what has been acquired for it."""
 
     state: GroupState  # its members that have not started have no actor
-    launch: LaunchPlan
-    lease: PortLease | None  # of the master port; None until the old workers that use it have ended
+    worker_class: WorkerClass
+    workers: Sequence[WorkerPlan]  # by rank
+    lease: PortLease | None  # of the master port; None until the actors of the first start have been requested
 
     def variables(self) -> tuple[Mapping[str, str], ...]:
         """Return the environment variables that describe each rank."""
@@ -85,7 +76,7 @@ class Staged:
                 **{name: value for name, value in worker.environment.variables.items() if name in worker.of_rank},
                 "MASTER_PORT": str(self.lease.port),
             }
-            for worker in self.launch.workers
+            for worker in self.workers
         )
 
 
@@ -99,8 +90,7 @@ class Provisioner(Described):
         self._core = core
         self._ports = ports  # the first and the last port of the cluster; None for any ports
         self._master_ports = read_master_ports(spec.options)
-        self._lease: PortLease | None = None
-        self._launch: LaunchPlan | None = None
+        self._now: Staged | None = None  # the present epoch
         self._arguments: _StoredArguments | None = None
         self._registration: Registration | None = None
 
@@ -119,42 +109,38 @@ class Provisioner(Described):
         self.slots.claim([place.slot for place in places])
         # Before anything else, because other processes may have it.
         lease = None if self._master_ports is None else self._lease_port(places[0].slot, until)
-        launch = self._plan(places, before.sharding, until)
+        described, workers = self._plan(places, until)
         if callable(given := self.spec.env_vars):
             check_env_vars(given(places[0]))  # this logs what workers do not get
-        self.worker_class = described = launch.worker_class
+        self.worker_class = described
         for name in self.spec.hooks:
             described.method(name).check(0, ())
-        self._arguments = _StoredArguments(self.spec, described)
+        self._arguments = _StoredArguments(self.spec.builder, described)
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
-        self.spec = dataclasses.replace(self.spec, args=(), kwargs={})
+        builder = RayWorkerBuilder(self.spec.builder.worker).with_methods(*self.spec.builder.methods)
+        self.spec = dataclasses.replace(self.spec, builder=builder)
         self._registration = Registration(self._core, self.spec.token, described.name, methods=described.to_dict())
         self.owned.own(("publication",), self._registration.withdraw)
-        self._launch = launch
-        members = tuple(self._next_member(before, place, 0, 0) for place in places)
-        return Staged(dataclasses.replace(before, members=members), launch, lease)
+        members = tuple(self._next_member(place, 0, 0) for place in places)
+        return Staged(dataclasses.replace(before, members=members), described, workers, lease)
 
-    def acquire(
-        self,
-        before: GroupState,
-        plan: Plan,
-        until: Deadline,
-    ) -> Staged:
-        """Get slots, the environment of new workers, and if survivors use the present one, a port."""
-        places, sharding, starting = before.places, plan.sharding, {*plan.new, *plan.replaced}
-        size = sharding.size
-        is_resize = size != len(places)
+    def acquire(self, before: GroupState, plan: Plan, until: Deadline) -> Staged:
+        """Get slots, the environment of new workers, and a port if the present one cannot be used."""
+        now, places, sharding = self._now, before.places, plan.sharding
+        assert now is not None  # the first start has set it
+        starting, size = {*plan.new, *plan.replaced}, sharding.size
         if plan.moved:
             places = self.slots.move(places, plan.moved)
         stays = [rank for rank in sorted(starting) if rank < len(places) and rank not in plan.moved]
-        places = self.slots.avoid_unusable(places, stays, before, until)
-        if is_resize:
-            places = self.slots.resize(places, size, before, plan.slots)
-        places = tuple(dataclasses.replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places)
-        launch = self._planned
+        places = self.slots.avoid_unusable(places, stays, until)
+        if size != len(places):
+            added = self.slots.claim_new(places, size - len(places), plan.slots)
+            places = resize_places(places, size, added, prefix=self._core.name_prefix)
+        places = tuple(dataclasses.replace(place, coords=sharding.get_worker_coords(place.rank)) for place in places)
+        described, workers = now.worker_class, now.workers
         if places != before.places:
-            launch = self._plan(places, sharding, until)
-        self.slots.claim_places(places, before)
+            described, workers = self._plan(places, until)
+        self.slots.claim(place.slot for place in places)
         members = []
         for place in places:
             if place.rank not in starting:
@@ -162,26 +148,21 @@ class Provisioner(Described):
             elif place.rank < len(before.members):
                 old = before.members[place.rank]
                 counts = old.restarts + (place.rank in plan.counted)
-                members.append(self._next_member(before, place, old.incarnation + 1, counts))
+                members.append(self._next_member(place, old.incarnation + 1, counts))
             else:
                 gone = before.departed.get(place.rank)
-                members.append(self._next_member(before, place, 0 if gone is None else gone.incarnation + 1, 0))
-        lease = self._lease
-        # With one port, the next processes use it when the old ones have ended.
-        if lease is None or (plan.new_port and not self.has_one_port) or lease.node_id != places[0].slot.node_id:
-            has_survivors = any(rank not in starting for rank in range(len(before.members)))
-            lease = self._lease_port(places[0].slot, until) if has_survivors else None
-        state = dataclasses.replace(before, sharding=sharding, members=tuple(members))
-        return Staged(dataclasses.replace(state, group_epoch=before.group_epoch + 1), launch, lease)
+                members.append(self._next_member(place, 0 if gone is None else gone.incarnation + 1, 0))
+        lease = now.lease
+        # The store of one set of processes cannot be used by another one. A single port is used when they have ended.
+        needs_other = (plan.follows or self._core.policy.restarts_all) and not self.has_one_port
+        if lease is None or needs_other or lease.node_id != places[0].slot.node_id:
+            lease = self._lease_port(places[0].slot, until)
+        epoch = before.group_epoch + 1
+        state = dataclasses.replace(before, sharding=sharding, members=tuple(members), group_epoch=epoch)
+        return Staged(state, described, workers, lease)
 
-    def start(
-        self, staged: Staged, ranks: Sequence[int], until: Deadline, check: Callable[[], None]
-    ) -> dict[int, Member]:
-        """Start the workers of these ranks, and wait until every constructor has finished; return them by rank.
-
-        Their memory is limited from now on, so that the epoch needs no answer of an agent to begin.
-        """
-        # Actors first: the agent that holds the port starts at the same time as the processes of the workers.
+    def start(self, staged: Staged, ranks: Sequence[int], until: Deadline) -> dict[int, Member]:
+        """Start the workers of these ranks, and wait until every constructor has finished; return them by rank."""
         made: dict[int, Member] = {}
 
         def add(worker: WorkerPlan, actor: Any) -> None:
@@ -190,16 +171,17 @@ class Provisioner(Described):
             self.owned.own_worker(member)
             made[rank] = member
 
-        workers = [staged.launch.workers[rank] for rank in ranks]
+        workers = [staged.workers[rank] for rank in ranks]
         names = [staged.state.members[rank].actor_name for rank in ranks]
         with head_deadline(until.left()):
-            create_actors(workers, staged.launch.worker_class, names, name=self._core.name_prefix, add=add)
+            create_actors(workers, staged.worker_class, names, add)
         members = {rank: made[rank] for rank in ranks}
         self.publish(members)
-        if staged.lease is None:
-            self._drop_ports(None)
+        if (
+            staged.lease is None
+        ):  # the agent that holds the port starts at the same time as the processes of the workers
             staged.lease = self._lease_port(staged.state.members[0].place.slot, until)
-        return self._construct(staged, members, until, check)
+        return self._construct(staged, members, until)
 
     def publish(self, starting: Mapping[int, Member] | None = None, *, wait: bool = False) -> None:
         """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
@@ -209,19 +191,17 @@ class Provisioner(Described):
                 self._registration.await_handles(ANSWER_S)
 
     def commit(self, staged: Staged) -> None:
-        """Use what was staged from now on, and return the port of the epoch before."""
-        self._launch, self._lease = staged.launch, staged.lease
-        self.worker_class = staged.launch.worker_class
-        self.slots.commit()
-        self._drop_ports(staged.lease)
+        """Use what was staged from now on."""
+        self._now, self.worker_class = staged, staged.worker_class
 
     def settle(self, until: Deadline) -> None:
         """Return what the members of now do not need: workers, slots, and ports of an epoch that has not begun."""
         now = self._core.now
-        self.owned.keep_workers({one.actor_id for one in now.members}, until)
+        self.owned.keep_workers({member.actor_id for member in now.members}, until)
         if now.phase != "ended":
             self.slots.keep(now.places)
-            self._drop_ports(self._lease)
+            used = None if self._now is None else id(self._now.lease)
+            self.owned.drop(key for key in self.owned.keys(PORT) if key[1] != used)
 
     def release_arguments(self) -> None:
         """Release the stored arguments, because nothing is started any more."""
@@ -229,13 +209,7 @@ class Provisioner(Described):
 
     def layout(self) -> Any:
         """Return the axes over the ranks as plain data, or a reference to them."""
-        return self._stored.layout_of(self._planned.sharding)
-
-    @property
-    def _planned(self) -> LaunchPlan:
-        if self._launch is None:
-            raise self._core.ended_error()
-        return self._launch
+        return self._stored.layout_of(self._core.now.sharding)
 
     @property
     def _stored(self) -> "_StoredArguments":
@@ -243,21 +217,21 @@ class Provisioner(Described):
             raise self._core.ended_error()
         return self._arguments
 
-    def _next_member(self, before: GroupState, place: Place, incarnation: int, restarts: int) -> Member:
+    def _next_member(self, place: Place, incarnation: int, restarts: int) -> Member:
         """Return a worker that is about to start."""
         name, mark = actor_name(place, self.spec.token, incarnation), mark_of(self.spec.token, place.rank)
         return Member(place, incarnation, restarts, actor_name=name, mark=mark, node_id=place.slot.node_id)
 
-    def _plan(self, places: Sequence[Place], sharding: NamedSharding, until: Deadline) -> LaunchPlan:
-        """Return the plan of each worker of the group, at these places on these axes. Nothing changes."""
+    def _plan(self, places: Sequence[Place], until: Deadline) -> tuple[WorkerClass, Sequence[WorkerPlan]]:
+        """Return the class as it is described now, and the plan of each worker of the group at these places."""
         spec, nodes = self.spec, [place.slot.node_id for place in places]
-        python: WorkerPython = prepare_python(spec.python, nodes, timeout_s=until.left() or 0.0)
+        python = prepare_python(spec.python, nodes, timeout_s=until.left() or 0.0)
         per_node = getattr(spec.cluster, "num_gpus_per_node", None)
         # The class, or its libraries, may need these variables to be found.
         variables = start_variables(variables_at(spec.env_vars, places[0]))
         described = describe_class(
-            spec.worker,
-            spec.methods,
+            spec.builder.worker,
+            spec.builder.methods,
             asks=[configure_ask(place, per_node) for place in places],
             node_id=nodes[0],
             runtime_env=recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {}),
@@ -266,24 +240,22 @@ class Provisioner(Described):
         )
         options = recursive_merge_options(described.options, spec.options.ray_options)
         described = dataclasses.replace(described, options=options)
-        return LaunchPlan(described, plan_workers(places, described, env_vars=spec.env_vars, python=python), sharding)
+        return described, plan_workers(places, described, env_vars=spec.env_vars, python=python)
 
-    def _construct(
-        self, staged: Staged, members: Mapping[int, Member], until: Deadline, check: Callable[[], None]
-    ) -> dict[int, Member]:
+    def _construct(self, staged: Staged, members: Mapping[int, Member], until: Deadline) -> dict[int, Member]:
         """Send the facts and the constructor's arguments to new actors, and wait until they have started."""
-        spec, arguments, launch = self.spec, self._stored, staged.launch
+        spec, arguments = self.spec, self._stored
         configured = Arguments()
         shared = {
             "communication_backend": getattr(spec.cluster, "communication_backend", None),
             "gradient_compression": spec.compression,
-            "layout": arguments.layout_of(launch.sharding),
+            "layout": arguments.layout_of(staged.state.sharding),
         }
         state = dataclasses.replace(staged.state, variables=staged.variables())
-        slots_on = group_pairs((worker.place.slot.node_id, worker.place.slot) for worker in launch.workers)
+        slots_on = group_pairs((worker.place.slot.node_id, worker.place.slot) for worker in staged.workers)
         refs = []
         for rank, member in members.items():
-            worker, mine = launch.workers[rank], state.facts(rank)
+            worker, mine = staged.workers[rank], state.facts(rank)
             facts = {
                 **shared,
                 **mine,
@@ -301,15 +273,14 @@ class Provisioner(Described):
             refs,
             [*members.values()],
             name=self._core.name_prefix,
-            timeout_s=until.left() or 0.0,
-            limit_s=until.limit_s,
-            check=check,
+            until=until,
+            check=self._core.check_goes_on,
             look=look_at_starts,
             explain=lambda member, error: find_losses(self._core, {member: error}).get(member),
         )
         started = {}
-        for (rank, member), answer in zip(members.items(), answers, strict=True):
-            identity = {name: answer[name] for name in ("node_id", "pid", "started", "log")}
+        for rank, member in members.items():
+            identity = {name: answers[rank][name] for name in ("node_id", "pid", "started", "log")}
             started[rank] = dataclasses.replace(member, **identity)
             self.owned.own_worker(started[rank])
         return started
@@ -317,12 +288,9 @@ class Provisioner(Described):
     def _lease_port(self, slot: Slot, until: Deadline) -> PortLease:
         """Lease a master port on the node of a slot."""
         ports = self._master_ports or self._ports
-        left_s = until.left() or 0.0
+        bounds: dict[str, Any] = {} if ports is None else {"low": ports[0], "high": ports[1]}
         try:
-            if ports is None:
-                ((lease,),) = lease_ports([slot], timeout_s=left_s)
-            else:
-                ((lease,),) = lease_ports([slot], low=ports[0], high=ports[1], timeout_s=left_s)
+            ((lease,),) = lease_ports([slot], timeout_s=until.left() or 0.0, **bounds)
         except PortUnavailableError as error:
             if self._master_ports is not None:
                 error.add_note(
@@ -330,24 +298,18 @@ class Provisioner(Described):
                     "and the group leases a port of the cluster's port_range."
                 )
             raise
-        self.owned.own(("port of an earlier epoch", id(lease)), lambda: lease.release(timeout_s=RELEASE_S))
+        self.owned.own((PORT, id(lease)), lambda: lease.release(timeout_s=RELEASE_S))
         return lease
-
-    def _drop_ports(self, lease: PortLease | None) -> None:
-        """Return all ports but one; a node that is lost has none any more."""
-        keys = self.owned.keys("port of an earlier epoch")
-        self.owned.drop(key for key in keys if key[1] != id(lease))
 
 
 class _StoredArguments:
     """The constructor's arguments and the facts about all workers, stored once for as long as the group lives."""
 
-    def __init__(self, spec: GroupSpec, worker_class: WorkerClass) -> None:
-        self.stored = Arguments()
-        self._class_name = worker_class.name
-        self.target = self.stored.prepare(worker_class.target)  # the full name of the class, or its pickled bytes
-        self.args = [self._prepare(at, value) for at, value in enumerate(spec.args)]
-        self.kwargs = {name: self._prepare(name, value) for name, value in spec.kwargs.items()}
+    def __init__(self, builder: RayWorkerBuilder, described: WorkerClass) -> None:
+        self._stored = Arguments()
+        self.target = self._stored.prepare(described.target)  # the full name of the class, or its pickled bytes
+        self.args = [self._prepare(described, number, value) for number, value in enumerate(builder.args)]
+        self.kwargs = {name: self._prepare(described, name, value) for name, value in builder.kwargs.items()}
         self._layout: tuple[NamedSharding, Any] | None = None
 
     def layout_of(self, sharding: NamedSharding) -> Any:
@@ -359,8 +321,8 @@ class _StoredArguments:
             self._layout = sharding, layout
         return self._layout[1]
 
-    def _prepare(self, name: object, value: Any) -> Any:
+    def _prepare(self, described: WorkerClass, name: object, value: Any) -> Any:
         try:
-            return self.stored.prepare(value)
+            return self._stored.prepare(value)
         except NotPicklableError as error:
-            raise TypeError(f"argument {name!r} of the constructor of {self._class_name!r}: {error}") from None
+            raise TypeError(f"argument {name!r} of the constructor of {described.name!r}: {error}") from None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a group, which several threads may ask for at once."""
 
+import logging
 import threading
 from collections import deque
 
@@ -11,9 +12,11 @@ from .. import _world
 from .._world import Deadline, wait_for_event
 from .change import Changes
 from .core import Core
-from .ends import wait_for_cleanup
+from .delivery import wait_for
 from .losses import look_at_head
 from .provision import Provisioner
+
+logger = logging.getLogger(__name__)
 
 # When the workers have ended, the change that is under way has nothing to wait for.
 JOIN_S = 20.0
@@ -83,12 +86,19 @@ class Shutdown:
             return True
         # A change that is under way gives up at its next step. Until then it may end a worker under its cleanup.
         self._changes.join(until.sooner(Deadline.after(JOIN_S)))
-        living = {one for one in core.now.members if one.lost is None}
+        living = {member for member in core.now.members if member.lost is None}
         try:
             # The cleanup has half of the time if the head is silent.
             with head_deadline((until.left(at_most=2 * HEAD_S) or 0.0) / 2):
                 living -= look_at_head(living).keys()
         except HeadTimeoutError:
             pass
-        ranks = {one.handle._fairlead_cleanup.remote(cleanup_method): one.rank for one in living}
-        return wait_for_cleanup(ranks, cleanup_method, until, self._is_forced.is_set)
+        began = _world.current.now()
+        calls = {member.rank: member.handle._fairlead_cleanup.remote(cleanup_method) for member in living}
+        errors, late = wait_for(calls, until, self._is_forced.is_set, patient=True)
+        for rank, error in errors.items():
+            logger.warning("The cleanup %r of rank %d failed: %s", cleanup_method, rank, error)
+        if late:
+            took = _world.current.now() - began
+            logger.warning("The cleanup %r did not end within %.3g s on ranks %s.", cleanup_method, took, late)
+        return not errors and not late

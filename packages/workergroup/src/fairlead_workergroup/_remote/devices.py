@@ -2,10 +2,12 @@
 """Which accelerators a worker process sees. Shipped by value."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
+
+from .._ray_private import limit_devices
 
 
 def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
@@ -25,7 +27,6 @@ def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, 
     own = {kind: ids for kind, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
     if not facts or not own:
         return {}
-    limit: Callable[..., list[str] | None] = ray.cloudpickle.loads(facts["limit"])
     shown: dict[str, list[str] | None] = {}
     for kind, ids in own.items():
         near = [one for slot in facts["slots"] for one in slot.get(kind, ())]
@@ -35,7 +36,9 @@ def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, 
                 f"other workers of the group on this node have {kind} {', '.join(shared)} too. Reserve a whole device "
                 "for each worker, or pass worker=WorkerOptions(share_devices=True)."
             )
-        shown[kind] = limit(kind, list(dict.fromkeys([*near, *ids]) if facts["visible"] == "node" else ids), env)
+        shown[kind] = limit_devices(
+            kind, list(dict.fromkeys([*near, *ids]) if facts["visible"] == "node" else ids), env
+        )
     kind, ids = next(iter(own.items()))
     visible = shown[kind]
     if visible is None:

@@ -122,12 +122,12 @@ def end_trees(
 
 
 def reap(worker: Process, identity: str, is_over: Callable[[float], bool], limit: int, verdict: str) -> None:
-    """Wait for the end of a worker, or end it for its memory; then end what it has started.
+    """Wait for the end of a worker or its raylet, or end it for its memory; then end it and what it has started.
 
     Args:
         worker: its process.
         identity: its identity.
-        is_over: waits for its end so many seconds at most, and returns whether it has ended.
+        is_over: waits for one of these ends so many seconds at most, and returns whether it has come.
         limit: the bytes of memory that it may hold with its descendants; 0 for any number.
         verdict: the file that gets both numbers before the worker is killed for its memory.
     """
@@ -142,7 +142,8 @@ def reap(worker: Process, identity: str, is_over: Callable[[float], bool], limit
             send_signal(tree, signal.SIGKILL)
             break
     time.sleep(LOOK_EVERY_S)  # a process that starts its program has no mark for a moment
-    end_trees([worker], [f"{identity}-"], WORKER_GRACE_S)  # not the beginning of another identity
+    # A worker whose raylet has ended may be alive. The mark is not the beginning of another identity.
+    end_trees([worker], [f"{identity}-"], WORKER_GRACE_S, CHILD_GRACE_S)
 
 
 def find_descendants(worker: Process) -> list[Process]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small process beside each worker, which ends the worker's tree even if the driver and Ray have been killed.
+"""A small process beside each worker, which ends the worker and its tree even if the driver and Ray have been killed.
 
 It also enforces the limit of the worker's memory, and leaves its verdict in a file."""
 
@@ -17,13 +17,14 @@ from .process import VARIABLE, reap, start_tick
 # Without a limit it sleeps in `poll`, and loads the code that ends trees afterwards, because that takes memory.
 WAIT = """\
 import select, sys
-worker, program, pid, started, limit = map(int, sys.argv[1:6])
+worker, raylet, program, pid, started, limit = map(int, sys.argv[1:7])
 poll = select.poll()
 poll.register(worker)
+poll.register(raylet)
 if not limit:
     poll.poll()
 exec(open(program).read())
-reap((pid, started), sys.argv[6], lambda within_s: bool(poll.poll(1000 * within_s)), limit, sys.argv[7])
+reap((pid, started), sys.argv[7], lambda within_s: bool(poll.poll(1000 * within_s)), limit, sys.argv[8])
 """
 PROGRAM = inspect.getsource(sys.modules[reap.__module__])
 
@@ -47,10 +48,13 @@ def start_reaper(identity: str, limit: int = 0, verdict: str = "") -> None:
         try:
             worker = os.pidfd_open(pid)  # no fork of the worker can hold back its end, as it could with a pipe
             stack.callback(os.close, worker)
-            about = map(str, (worker, program, pid, start_tick(pid), limit, identity, verdict))
+            # Ray takes a raylet that was killed for alive until its parent, such as the driver, has waited for it.
+            raylet = os.pidfd_open(int(os.environ.get("RAY_RAYLET_PID", pid)))
+            stack.callback(os.close, raylet)
+            about = map(str, (worker, raylet, program, pid, start_tick(pid), limit, identity, verdict))
             shell = subprocess.run(
                 ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-I", "-S", "-c", WAIT, *about],
-                pass_fds=(worker, program),
+                pass_fds=(worker, raylet, program),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

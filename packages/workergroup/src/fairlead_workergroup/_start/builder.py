@@ -99,7 +99,7 @@ class RayWorkerBuilder:
         ask = {
             "num_gpus": num_gpus,
             "bundle_indices": bundle_indices,
-            "num_gpus_per_node": sum(one == node_id for one in node_ids.values()),
+            "num_gpus_per_node": sum(other == node_id for other in node_ids.values()),
         }
         described = describe_class(
             self.worker,
@@ -110,17 +110,10 @@ class RayWorkerBuilder:
             timeout_s=START_S,
         )
         resources, env_vars, init_kwargs, overrides = described.configuration(0)
-        options = dict(described.options)
-        for more in (
-            {"num_gpus": num_gpus, **resources},
-            {"runtime_env": overrides} if overrides else {},
-            extra_options,
-        ):
-            options = recursive_merge_options(options, more)
+        own = {"num_gpus": num_gpus, **resources, **({"runtime_env": overrides} if overrides else {})}
+        options = recursive_merge_options(recursive_merge_options(described.options, own), extra_options)
         check_concurrency(options, concurrent=False)
-        environment = worker_environment(
-            driver={}, of_class={}, of_slot={}, of_user={}, of_rank={}, configured=env_vars
-        )
+        environment = worker_environment(configured=env_vars)
         if environment.loader_variables:
             loader = {"runtime_env": {"env_vars": dict(environment.loader_variables)}}
             options = recursive_merge_options(options, loader)

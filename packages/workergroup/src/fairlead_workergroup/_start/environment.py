@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 EnvVars: TypeAlias = Mapping[str, str] | Callable[[Place], Mapping[str, str]]
 
+NONE: Mapping[str, str] = {}
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Settings of communication libraries, and locations of data that all processes share.
 FORWARDED = ("NCCL_*", "GLOO_*", "TORCH_NCCL_*", "CUDA_DEVICE_ORDER", "HF_HOME", "HF_HUB_OFFLINE", "TORCH_HOME")
@@ -98,12 +99,12 @@ def forwarded_variables(driver: Mapping[str, str]) -> dict[str, str]:
 
 def worker_environment(
     *,
-    driver: Mapping[str, str],
-    of_class: Mapping[str, str],
-    of_slot: Mapping[str, str],
-    of_user: Mapping[str, str],
-    of_rank: Mapping[str, str],
-    configured: Mapping[str, str],
+    driver: Mapping[str, str] = NONE,
+    of_class: Mapping[str, str] = NONE,
+    of_slot: Mapping[str, str] = NONE,
+    of_user: Mapping[str, str] = NONE,
+    of_rank: Mapping[str, str] = NONE,
+    configured: Mapping[str, str] = NONE,
 ) -> WorkerEnvironment:
     """Merge the variables of all sources, those of the driver as `forwarded_variables` returns them."""
     overridden = sorted(name for name in configured if name in of_rank or name in of_user)

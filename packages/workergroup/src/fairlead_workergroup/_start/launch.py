@@ -21,6 +21,7 @@ from .._model import Member, Place
 from .._observe.display import Bar
 from .._observe.query import WorkerLook
 from .._observe.remote_errors import remote_traceback
+from .._world import Deadline
 from ..exceptions import WorkerFailure, WorkerStartError
 from .environment import (
     RANK_VARIABLES,
@@ -71,7 +72,7 @@ def plan_workers(
     plans = []
     given = [variables_at(env_vars, place) for place in places]
     # A worker that moves would keep a variable that its next place has no value for.
-    if some := {name for one in given for name in one.keys() ^ given[0].keys()}:
+    if some := {name for variables in given for name in variables.keys() ^ given[0].keys()}:
         raise ValueError(f"env_vars must return the same names for all places; {sorted(some)} are there for some only")
     for place, of_user in zip(places, given, strict=True):
         resources, configured_env, init_kwargs, overrides = described.configuration(place.rank)
@@ -127,31 +128,23 @@ def create_actor(plan: WorkerPlan, described: WorkerClass, name: str) -> Any:
 
 
 def create_actors(
-    plans: Sequence[WorkerPlan],
-    described: WorkerClass,
-    names: Sequence[str],
-    *,
-    name: str,
-    add: Callable[[WorkerPlan, Any], None],
+    plans: Sequence[WorkerPlan], described: WorkerClass, names: Sequence[str], add: Callable[[WorkerPlan, Any], None]
 ) -> None:
     """Create the actors of workers, `WINDOW` at a time; call `add` with each handle, on any thread."""
 
-    def create(plan: WorkerPlan, actor_name: str) -> None:
-        add(plan, create_actor(plan, described, actor_name))
+    def create(request: tuple[WorkerPlan, str]) -> None:
+        add(request[0], create_actor(request[0], described, request[1]))
 
-    with Bar(f"Starting {name}: create", len(plans)) as bar:
-        # The first one exports the class, which has to happen once.
-        for one in zip(plans[:1], names, strict=False):
-            create(*one)
-        requested = run_each(lambda one: create(*one), list(zip(plans, names, strict=True))[1:], WINDOW)
-        try:
-            for done, future in enumerate(requested, start=2):
-                future.result()
-                bar.show(done)
-        finally:
-            for future in requested:
-                future.cancel()
-            wait(requested)
+    first, *others = zip(plans, names, strict=True)
+    create(first)  # this exports the class, which has to happen once
+    requested = run_each(create, others, WINDOW)
+    try:
+        for future in requested:
+            future.result()
+    finally:
+        for future in requested:
+            future.cancel()
+        wait(requested)
 
 
 def wait_started(
@@ -159,52 +152,46 @@ def wait_started(
     members: Sequence[Member],
     *,
     name: str,
-    timeout_s: float,
-    limit_s: float | None = None,
+    until: Deadline,
     check: Callable[[], None],
     look: Callable[[Sequence[Member]], Sequence[WorkerLook | None]] = lambda late: [None] * len(late),
     explain: Callable[[Member, BaseException], WorkerFailure | None] = lambda member, error: None,
-) -> list[dict[str, Any]]:
-    """Wait until all constructors have finished; return what each worker reports, in the order of `members`.
+) -> dict[int, dict[str, Any]]:
+    """Wait until all constructors have finished; return what each worker reports, by rank.
 
-    The error about late workers names `limit_s`, of which the start may have used a part before; None stands for
-    `timeout_s`. `look` looks at workers that are late, and `explain` returns the loss of a worker, if that is what an
-    error means.
+    `look` looks at workers that are late, and `explain` returns the loss of a worker, if that is what an error means.
     """
-    began = time.monotonic()
     answers: dict[int, dict[str, Any]] = {}
-    pending = dict(enumerate(members))
+    pending = {member.rank: member for member in members}
     # Each answer comes once, in the order of arrival: the first failure is the cause of others that soon follow. A
     # `ray.wait` would be given all pending references again for each answer.
     arrived: queue.SimpleQueue[tuple[int, Future[dict[str, Any]]]] = queue.SimpleQueue()
 
-    def note_arrival(at: int, answer: Future[dict[str, Any]]) -> None:
-        arrived.put((at, answer))
+    def note_arrival(rank: int, answer: Future[dict[str, Any]]) -> None:
+        arrived.put((rank, answer))
 
-    for at, ref in enumerate(started):
-        ref.future().add_done_callback(partial(note_arrival, at))
+    for member, ref in zip(members, started, strict=True):
+        ref.future().add_done_callback(partial(note_arrival, member.rank))
     with Bar(f"Starting {name}: process, import, constructor", len(started)) as bar:
-        shown_at = began
+        shown_at = time.monotonic()
         while pending:
-            left = began + timeout_s - time.monotonic()
             try:
-                at, answer = arrived.get(timeout=max(0.0, min(SHOWN_EVERY_S, left)))
+                rank, answer = arrived.get(timeout=until.left(at_most=SHOWN_EVERY_S))
             except queue.Empty:
                 check()
-                if left <= 0:
+                if until.passed:
                     slow = list(pending.values())
-                    raise late_error(slow, look(slow[:SHOWN]), len(started), limit_s or timeout_s) from None
+                    raise late_error(slow, look(slow[:SHOWN]), len(started), until.limit_s or 0.0) from None
             else:
-                member = pending.pop(at)
+                member = pending.pop(rank)
                 if (error := answer.exception()) is not None:
-                    waiting = [other.rank for other in pending.values()]
                     # The text has the traceback in the worker.
-                    raise start_error(error, member, len(answers), waiting, explain(member, error)) from None
-                answers[at] = answer.result()
+                    raise start_error(error, member, len(answers), list(pending), explain(member, error)) from None
+                answers[rank] = answer.result()
             if (now := time.monotonic()) - shown_at >= SHOWN_EVERY_S:
                 shown_at = now
-                bar.show(len(answers), waiting_for=[one.rank for one in itertools.islice(pending.values(), NAMED)])
-    return [answers[at] for at in range(len(started))]
+                bar.show(len(answers), waiting_for=list(itertools.islice(pending, NAMED)))
+    return answers
 
 
 def late_error(

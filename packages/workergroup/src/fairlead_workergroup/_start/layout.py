@@ -50,25 +50,11 @@ def move_places(places: Sequence[Place], slots: Mapping[int, Slot]) -> tuple[Pla
 
 def resize_places(places: Sequence[Place], size: int, slots: Sequence[Slot], *, prefix: str) -> tuple[Place, ...]:
     """Return the first `size` ranks, or all ranks and others in the given slots, with the numbers on their nodes."""
-    tied = len(places[-1].tied_bundles[1])
-    added = []
-    for at, slot in enumerate(slots):
-        group, within = places[-1].tied_group + 1 + at // tied, at % tied
-        mine = slots[at - within : at - within + tied]
-        bundles = mine[0].node_idx, [one.bundle_index for one in mine]
-        added.append(_make_place(len(places) + at, slot, group, within, bundles, prefix=prefix))
+    added = [
+        _make_place(rank, slot, rank, 0, (slot.node_idx, [slot.bundle_index]), prefix=prefix)
+        for rank, slot in enumerate(slots, start=len(places))
+    ]
     return _number_on_nodes([*places[:size], *added])
-
-
-def choose_slots(free: Sequence[Slot], count: int, *, tied: int) -> list[Slot]:
-    """Return the first `count` free slots, or all, in whole tied groups that lie on one logical node each."""
-    if tied == 1:
-        return list(free[:count])
-    # In one placement group over all nodes a tied group may span nodes.
-    unified = len({slot.placement_group.id for slot in free}) == 1
-    by_node = group_pairs((0 if unified else slot.node_idx, slot) for slot in free)
-    whole = [slot for there in by_node.values() for slot in there[: len(there) // tied * tied]]
-    return whole[:count]
 
 
 def _make_place(
@@ -84,8 +70,8 @@ def _number_on_nodes(places: Sequence[Place]) -> tuple[Place, ...]:
     """Set for each place the number of its node, its own number there, and how many places the node has."""
     sizes = Counter(place.slot.node_id for place in places)
     return tuple(
-        replace(place, node_rank=one.node_rank, local_rank=one.local_rank, local_world_size=sizes[one.node_id])
-        for place, one in zip(places, number_slots(place.slot for place in places), strict=True)
+        replace(place, node_rank=slot.node_rank, local_rank=slot.local_rank, local_world_size=sizes[slot.node_id])
+        for place, slot in zip(places, number_slots(place.slot for place in places), strict=True)
     )
 
 
@@ -114,14 +100,14 @@ def _choose(slots: Sequence[Slot], workers_per_node: Any) -> list[Slot]:
     else:
         wanted = [workers_per_node] * len(by_node)
     keep: set[int] = set()
-    for (node_idx, there), count in zip(sorted(by_node.items()), wanted, strict=True):
+    for (node_idx, own), count in zip(sorted(by_node.items()), wanted, strict=True):
         if isinstance(count, bool) or not isinstance(count, int):
             raise ValueError(f"workers_per_node must be an int or a list of ints, got {workers_per_node!r}")
-        if not 0 <= count <= len(there):
+        if not 0 <= count <= len(own):
             raise ValueError(
-                f"workers_per_node asks for {count} workers on logical node {node_idx}, which has {len(there)} slots"
+                f"workers_per_node asks for {count} workers on logical node {node_idx}, which has {len(own)} slots"
             )
-        keep.update(map(id, there[:count]))
+        keep.update(map(id, own[:count]))
     chosen = [slot for slot in slots if id(slot) in keep]
     if not chosen:
         raise ValueError(f"workers_per_node={workers_per_node!r} leaves no worker")
@@ -147,10 +133,10 @@ def _tie(slots: Sequence[Slot], groups: Any) -> list[tuple[Slot, int, int, tuple
         for within, bundle in enumerate(bundles):
             key = (None if unified else node_idx, bundle)
             if key not in by_bundle:
-                there = sorted(b for n, b in by_bundle if n in (None, node_idx))
+                present = sorted(b for n, b in by_bundle if n in (None, node_idx))
                 raise ValueError(
                     f"bundle_indices_list[{number}] names bundle {bundle!r} of logical node {node_idx}, "
-                    f"which has {there}"
+                    f"which has {present}"
                 )
             if key in taken:
                 raise ValueError(

@@ -36,11 +36,11 @@ class Method:
         """The result of a call: "value", or "items" if it yields them."""
         return "items" if self.kind in ("generator", "async_generator") else "value"
 
-    def parameter(self, at: int) -> str | int:
+    def parameter(self, number: int) -> str | int:
         """Return the name of the parameter that takes a positional argument, or its number if it has no name."""
         parameters = [] if self.signature is None else list(self.signature.parameters.values())
-        named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-        return named[at] if at < len(named) else at
+        named = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        return named[number] if number < len(named) else number
 
     @cached_property
     def check(self) -> Callable[[int, tuple[str, ...]], None]:
@@ -77,8 +77,8 @@ class WorkerClass:
             "concurrent": self.concurrent,
             "full_names": dict(self.full_names),
             "methods": [
-                (one.name, one.kind, _write_parameters(one.signature), one.backpressure)
-                for one in self.methods.values()
+                (method.name, method.kind, _write_parameters(method.signature), method.backpressure)
+                for method in self.methods.values()
             ],
         }
 
@@ -276,7 +276,7 @@ def _write_parameters(signature: inspect.Signature | None) -> list[tuple[str, st
     """Return (name, kind, required) of each parameter as plain data, without the values of defaults."""
     if signature is None:
         return None
-    return [(one.name, one.kind.name, one.default is one.empty) for one in signature.parameters.values()]
+    return [(each.name, each.kind.name, each.default is each.empty) for each in signature.parameters.values()]
 
 
 def _signature(parameters: Sequence[tuple[str, str, bool]] | None) -> inspect.Signature | None:
