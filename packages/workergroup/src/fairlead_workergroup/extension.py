@@ -16,7 +16,7 @@ from ._group import RayWorkerGroup
 from ._membership.core import find_core
 from ._membership.losses import find_losses
 from ._model import GroupState, Member
-from ._observe.publications import read_groups
+from ._observe.board import read_groups
 from ._observe.query import cancel_calls, late_workers
 from ._remote.outside import look_from_outside
 from .exceptions import LateWorker, WorkerFailure

@@ -124,9 +124,9 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._start.environment.known_actor_environments": dict,
         # What a group publishes for other processes.
         "ray.get_runtime_context": lambda: CONTEXT,
-        f"{ours}._observe.registration.publish": lambda key, version, data: None,
-        f"{ours}._observe.registration.await_published": lambda key, **options: True,
-        f"{ours}._observe.registration.withdraw": lambda key: None,
+        f"{ours}._observe.board.publish": lambda key, version, data: None,
+        f"{ours}._observe.board.await_published": lambda key, **options: True,
+        f"{ours}._observe.board.withdraw": lambda key: None,
         f"{ours}._group.release_when_dropped": lambda *_: None,
         f"{ours}._group.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="simulated")),
         # Terminals.

@@ -18,9 +18,8 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from .._model import GroupState, Member, Place, configure_ask
-from .._observe.publications import ANSWER_S
+from .._observe.board import ANSWER_S, Publication, actor_name
 from .._observe.query import look_at_starts
-from .._observe.registration import Registration, actor_name
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
 from .._start.devices import WorkerOptions, device_facts, read_master_ports
@@ -102,7 +101,7 @@ class Provisioner(Described):
         self._lease: PortLease | None = None
         self._launch: LaunchPlan | None = None
         self._arguments: _StoredArguments | None = None
-        self._registration: Registration | None = None
+        self._publication: Publication | None = None
 
     @property
     def has_one_port(self) -> bool:
@@ -128,8 +127,8 @@ class Provisioner(Described):
         self._arguments = _StoredArguments(self.spec, described)
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         self.spec = dataclasses.replace(self.spec, args=(), kwargs={})
-        self._registration = Registration(self._core, self.spec.token, described.name, methods=described.to_dict())
-        self.owned.own(("publication",), self._registration.withdraw)
+        self._publication = Publication(self._core, self.spec.token, methods=described.to_dict())
+        self.owned.own(("publication",), self._publication.withdraw)
         self._launch = launch
         members = tuple(self._next_member(before, place, 0, 0) for place in places)
         return Staged(dataclasses.replace(before, members=members), launch, lease)
@@ -203,10 +202,10 @@ class Provisioner(Described):
 
     def publish(self, starting: Mapping[int, Member] | None = None, *, wait: bool = False) -> None:
         """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
-        if self._registration is not None and not self._core.ending:
-            self._registration.publish(starting or {})
+        if self._publication is not None and not self._core.ending:
+            self._publication.publish(starting or {})
             if wait:
-                self._registration.await_handles(ANSWER_S)
+                self._publication.await_handles(ANSWER_S)
 
     def commit(self, staged: Staged) -> None:
         """Use what was staged from now on, and return the port of the epoch before."""

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The groups of all jobs as their processes have published them, read from any process of the cluster."""
+"""The groups of all processes: each one is published on a board, which any process of the cluster reads."""
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from ray.util.placement_group import PlacementGroup
+import ray
 
-from fairlead_placement import Slot
-from fairlead_placement.extension import Board, read_boards
-from fairlead_sharding import NamedSharding
+from fairlead_placement.extension import Board, await_published, publish, read_boards, withdraw
 
-from .._model import Member, Place
+from .._model import GroupState, Member, Place
 from ..exceptions import WorkerGroupError
 from .head import find_boards
-from .registration import KEY, SCHEMA
 
+# Of the published data; readers of another version leave the group out.
+SCHEMA = 4
+KEY = "fairlead-group-"
 # Boards answer in milliseconds; those of a node that hangs do not.
 ANSWER_S = 5.0
 # A process publishes within this time what a board that has died had.
@@ -26,44 +25,67 @@ PUBLISHED_AGAIN_S = 3.0
 SHOWN_DIGITS = 6
 
 
+def actor_name(place: Place, token: str, incarnation: int) -> str:
+    """Return a name that no other actor has: prefixes, slot numbers and ranks may repeat, so it holds the token."""
+    return f"{place.name}-{token[:6]}-{place.rank}-{incarnation}"
+
+
+class Published(Protocol):
+    """A group, as far as it is published."""
+
+    name_prefix: str
+    now: GroupState
+
+
+class Publication:
+    """Keeps what is published about one group up to date."""
+
+    def __init__(self, group: Published, token: str, *, methods: Mapping[str, Any]) -> None:
+        self._group = group
+        self.key: str = KEY + token
+        self.version = 0
+        namespace = ray.get_runtime_context().namespace
+        about = {"group_id": token, "name": group.name_prefix, "namespace": namespace, "methods": methods}
+        self._about: dict[str, Any] = {"schema": SCHEMA, **about}
+
+    def publish(self, starting: Mapping[int, Member]) -> None:
+        """Publish the present workers, and those starting in place of some; do not wait for the board."""
+        now = self._group.now
+        members = tuple(starting.get(member.rank, member) for member in now.members)
+        self.version += 1
+        state = replace(now, members=members).to_wire()
+        publish(self.key, self.version, {**self._about, "publication": self.version, "state": state})
+
+    def await_handles(self, timeout_s: float) -> None:
+        """Wait until the handles of other processes learn what is published, or until the timeout."""
+        await_published(self.key, timeout_s=timeout_s)
+
+    def withdraw(self) -> None:
+        """Withdraw everything, without waiting for the board."""
+        withdraw(self.key)
+
+
 @dataclass(frozen=True)
-class RegisteredGroup:
-    """A group, as it has published itself.
+class PublishedGroup:
+    """A group, as its process has published it.
 
     Attributes:
         group_id: identifies it among all groups.
         name: its name.
-        class_name: the name of its workers' class.
-        shape: the sizes of its axes.
-        layout: the axes as plain data, as in `NamedSharding.to_dict`.
-        created: in seconds since the epoch by its driver's clock.
         namespace: Ray's namespace of its actors.
-        epoch: the number of changes of membership so far.
-        driver: the `job_id`, `worker_id` and `node_id` of its process.
-        members: its workers by rank, without their actors; without a pid while they start.
         methods: the class as plain data.
         publication: the number of this publication.
-        board: where it is published.
+        state: its members, without their actors; without a pid while they start.
+        board: where it is published, and by which process of which job.
     """
 
     group_id: str
     name: str
-    class_name: str
-    shape: Mapping[str, int]
-    layout: Mapping[str, Any]
-    created: float
     namespace: str
-    epoch: int
-    driver: Mapping[str, Any]
-    members: tuple[Member, ...]
     methods: Mapping[str, Any]
     publication: int
-    board: Board | None = field(default=None, compare=False)
-
-    @cached_property
-    def sharding(self) -> NamedSharding:
-        """The axes over its ranks."""
-        return NamedSharding.from_dict(self.layout)
+    state: GroupState
+    board: Board
 
     @property
     def label(self) -> str:
@@ -71,30 +93,38 @@ class RegisteredGroup:
         return f"{self.name} ({self.group_id[:SHOWN_DIGITS]})"
 
 
-def find_groups(*, timeout_s: float = ANSWER_S) -> list[RegisteredGroup]:
-    """Return every group of every job, in the order in which they were made.
+def read_groups(published: Iterable[tuple[Board, Any]]) -> list[PublishedGroup]:
+    """Return the groups among the values of boards, by name. Pure.
 
-    Args:
-        timeout_s: seconds for the answers of the boards. Those that do not answer in time are left out.
+    Those of another version of the library are left out.
     """
-    return _parse(read_boards(find_boards(), KEY, timeout_s=timeout_s))
+    groups = []
+    for board, value in published:
+        if isinstance(value, Mapping) and value.get("schema") == SCHEMA:
+            fields = {name: part for name, part in value.items() if name not in ("schema", "state")}
+            groups.append(PublishedGroup(**fields, state=GroupState.from_wire(value["state"]), board=board))
+    return sorted(groups, key=lambda group: (group.name, group.group_id))
 
 
-def _parse(answers: Mapping[Board, Any]) -> list[RegisteredGroup]:
-    """Return the groups on the boards that have answered."""
-    values = {board: values.values() for board, values in answers.items() if not isinstance(values, Exception)}
-    return read_groups((board, value) for board, published in values.items() for value in published)
+def find_groups() -> list[PublishedGroup]:
+    """Return every group of every job, by name, except on boards that do not answer."""
+    return _parse(read_boards(find_boards(), KEY, timeout_s=ANSWER_S))
 
 
-def find_group(name: str) -> RegisteredGroup:
+def _parse(answers: Mapping[Board, Any]) -> list[PublishedGroup]:
+    values = {board: answer for board, answer in answers.items() if not isinstance(answer, Exception)}
+    return read_groups((board, value) for board, published in values.items() for value in published.values())
+
+
+def find_group(name: str) -> PublishedGroup:
     """Return the group with a name, else the group whose id begins with at least `SHOWN_DIGITS` digits."""
     groups = find_groups()
-    chosen = [one for one in groups if name == one.name]
+    chosen = [group for group in groups if name == group.name]
     if not chosen and len(name) >= SHOWN_DIGITS:
-        chosen = [one for one in groups if one.group_id.startswith(name)]
+        chosen = [group for group in groups if group.group_id.startswith(name)]
     if len(chosen) == 1:
         return chosen[0]
-    labels = ", ".join(one.label for one in groups)
+    labels = ", ".join(group.label for group in groups)
     if not groups:
         raise WorkerGroupError("No worker group is registered on this cluster.")
     if not chosen:
@@ -102,7 +132,7 @@ def find_group(name: str) -> RegisteredGroup:
     raise WorkerGroupError(f"Choose one of several groups, by its name or the id in brackets: {labels}.")
 
 
-def read_group(group_id: str, job_id: str, worker_id: str) -> RegisteredGroup | None:
+def read_group(group_id: str, job_id: str, worker_id: str) -> PublishedGroup | None:
     """Return a group as its process has published it last; None if no board of that process has it.
 
     It waits up to `PUBLISHED_AGAIN_S` for the group, because a process whose board has died publishes it again.
@@ -123,45 +153,4 @@ def read_group(group_id: str, job_id: str, worker_id: str) -> RegisteredGroup | 
             f"Group {group_id[:SHOWN_DIGITS]} cannot be looked up, because the agent of the process that made it does "
             f"not answer: {silent[0]} Make the call again."
         )
-    return max(groups, key=lambda one: one.publication, default=None)
-
-
-def read_groups(published: Iterable[tuple[Board | None, Any]]) -> list[RegisteredGroup]:
-    """Return the groups among the values of boards, in the order in which they were made. Pure.
-
-    Those of another version of the library are left out.
-    """
-    groups = [
-        RegisteredGroup(
-            group_id=value["id"],
-            class_name=value["class"],
-            members=tuple(map(_read_member, value["members"])),
-            board=board,
-            **{name: value[name] for name in _PUBLISHED},
-        )
-        for board, value in published
-        if isinstance(value, Mapping) and value.get("schema") == SCHEMA
-    ]
-    return sorted(groups, key=lambda one: (one.created, one.group_id))
-
-
-# The fields of a group that are published by their own names.
-_PUBLISHED = ("name", "shape", "layout", "created", "namespace", "epoch", "driver", "publication", "methods")
-
-
-def _read_member(row: Mapping[str, Any]) -> Member:
-    """Return a worker of a group, of whose place another process knows only the node."""
-    slot = Slot(
-        placement_group=PlacementGroup.empty(),
-        bundle_index=-1,
-        node_idx=-1,
-        node_id=row["node_id"],
-        node_ip=row["address"],
-        node_rank=-1,
-        local_rank=-1,
-    )
-    place = Place(
-        row["rank"], slot, row["name"], -1, row.get("tied_rank", 0), (-1, []), -1, -1, -1, coords=row["coords"]
-    )
-    names = ("incarnation", "restarts", "actor_id", "actor_name", "mark", "node_id", "pid", "started")
-    return Member(place, **{name: row[name] for name in names if name in row})
+    return max(groups, key=lambda group: group.publication, default=None)
