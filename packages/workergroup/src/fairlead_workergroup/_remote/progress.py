@@ -35,8 +35,6 @@ CANCELLED_AT, ID_BYTES = 800, 24
 # A length, then JSON: the names of the methods, and the signal that makes the worker write its stacks (0 for none).
 ABOUT_AT = CANCELLED_AT + 8
 TRIES = 10_000
-# The entries of a record that only processes of its node need; the answers of all nodes meet in one process.
-OF_NODE = ("task", "dump_signal")
 # The worker holds the lock for microseconds, unless it is stopped.
 LOCK_S = 2.0
 NO_STEP = -(2**63)
@@ -230,7 +228,8 @@ def read_record(file: int) -> dict[str, Any]:
         raise TimeoutError(f"The worker wrote its record during each of {TRIES} attempts to read it.")
     _, calls, method, started, progressed, step, weights, weights_at, task, shown, waiting, _ = max(complete)
     now = time.monotonic()
-    about = _read_about(file)
+    (length,) = struct.unpack("<Q", os.pread(file, 8, ABOUT_AT))
+    about = json.loads(os.pread(file, length, ABOUT_AT + 8))
     (length,) = struct.unpack_from("<Q", seen, MESSAGES_AT[shown])
     message = seen[MESSAGES_AT[shown] + 8 :][:length].decode(errors="ignore")
     return {
@@ -244,13 +243,8 @@ def read_record(file: int) -> dict[str, Any]:
         "waiting": bool(waiting),
         # Most workers have none, and the answers of all nodes meet in one process.
         **({} if weights == NO_WEIGHTS else {"weights": weights, "weights_age_s": now - weights_at}),
-        **about,
+        "dump_signal": about["dump_signal"],
     }
-
-
-def _read_about(file: int) -> Any:
-    (length,) = struct.unpack("<Q", os.pread(file, 8, ABOUT_AT))
-    return json.loads(os.pread(file, length, ABOUT_AT + 8))
 
 
 def write_cancelled(file: int, tasks: Sequence[bytes]) -> bool:
@@ -296,9 +290,7 @@ def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
     records: list[dict[str, Any] | None] = []
     for process in processes:
         with record_file(process) as file:
-            record = None if file is None else try_read(file)
-            if record is not None:
-                del record["methods"]
+            record = None if file is None else _try_read(file)
             records.append(record)
     return records
 
@@ -315,18 +307,18 @@ def look(processes: Sequence[Process], stuck_after_s: float, dump: bool) -> list
             rows.append(row)
             if record is None:
                 continue
+            # Only processes of the node need them, and the answers of all nodes meet in one process.
+            del row["task"]
+            dump_signal = row.pop("dump_signal")
             stopped = process_state(pid) == "T"
             if stopped:
                 row["note"] = "the process has been stopped (SIGSTOP)"
             row["stuck"] = bool(record["method"] or stopped) and record["since_progress_s"] >= stuck_after_s
             if row["stuck"] and dump and (file := open_process(process)) is not None:
                 open_files.callback(os.close, file)
-                dumps[file], row_of[file] = (pid, record["dump_signal"]), row
+                dumps[file], row_of[file] = (pid, dump_signal), row
         for file, (stacks, note) in dump_stacks(dumps).items():
             row_of[file].update(stacks=stacks, note=note)
-    for row in rows:
-        for name in OF_NODE:
-            row.pop(name, None)
     return rows
 
 
@@ -338,12 +330,12 @@ def cancel_tasks(tasks: Sequence[tuple[Process, bytes]]) -> list[bool]:
             if file is None:
                 running.append(False)
                 continue
-            is_noted, record = write_cancelled(file, [task]), try_read(file)
+            is_noted, record = write_cancelled(file, [task]), _try_read(file)
             running.append(not is_noted or record is None or record["task"] == task)
     return running
 
 
-def try_read(file: int) -> dict[str, Any] | None:
+def _try_read(file: int) -> dict[str, Any] | None:
     """Return the content of a record; None if it stays busy, so that the other workers of the node are reported."""
     try:
         return read_record(file)
