@@ -90,5 +90,6 @@ class Shutdown:
                 living -= look_at_head(living).keys()
         except HeadTimeoutError:
             pass
-        ranks = {one.handle._fairlead_cleanup.remote(cleanup_method): one.rank for one in living}
+        how = {"method": cleanup_method, "silent": True}
+        ranks = {one.handle._fairlead_call.remote(how): one.rank for one in living}
         return wait_for_cleanup(ranks, cleanup_method, until, self._is_forced.is_set)
