@@ -442,10 +442,10 @@ def act_before_publications(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run before a change of a group publishes its members, when the constructors have finished."""
     publish = board.Publication.publish
 
-    def act_and_publish(own: Any, starting: Any) -> None:
+    def act_and_publish(own: Any, now: Any, starting: Any) -> None:
         if not starting:
             act()
-        publish(own, starting)
+        publish(own, now, starting)
 
     patch.setattr(board.Publication, "publish", act_and_publish)
 

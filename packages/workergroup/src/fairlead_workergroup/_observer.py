@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.extension import choose_alive, head_deadline
+from fairlead_placement.extension import head_deadline
 
 from ._membership.core import Core
 from ._membership.losses import LOOK_S, NOT_NOTICED, explain, look_at_head
@@ -38,18 +38,16 @@ class Observer:
 
     def read_usage(self) -> list[WorkerUsage]:
         """Return the resources that each worker's process uses, by rank, as far as they are known."""
-        now = self._core.check_alive()
-        living = set(choose_alive({one.node_id for one in now.members}, timeout_s=HEAD_S))
-        there = [one for one in now.members if one.node_id in living and one.lost is None]
+        members = [member for member in self._core.check_alive().members if member.lost is None]
         before, self._measured = self._measured, {}
         usage = []
-        for one, row in zip(there, ask_nodes(there, measure), strict=True):
+        for member, row in zip(members, ask_nodes(members, measure), strict=True):
             if row is not None:
-                seconds, since = before.get(one.key, (0.0, row["started_s"]))
-                self._measured[one.key] = row["cpu_s"], row["measured_s"]
+                seconds, since = before.get(member.key, (0.0, row["started_s"]))
+                self._measured[member.key] = row["cpu_s"], row["measured_s"]
                 percent = 100 * max(0.0, row["cpu_s"] - seconds) / max(row["measured_s"] - since, 1e-3)
                 sizes = row["rss_bytes"], row["gpu_memory_bytes"]
-                usage.append(WorkerUsage(one.rank, percent, *sizes, row["num_threads"]))
+                usage.append(WorkerUsage(member.rank, percent, *sizes, row["num_threads"]))
         return usage
 
     def find_stuck(self, timeout_s: float, *, dump_stacks: bool) -> list[StuckWorker]:

@@ -127,7 +127,7 @@ class Provisioner(Described):
         self._arguments = _StoredArguments(self.spec, described)
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         self.spec = dataclasses.replace(self.spec, args=(), kwargs={})
-        self._publication = Publication(self._core, self.spec.token, methods=described.to_dict())
+        self._publication = Publication(self._core.name_prefix, self.spec.token, described.to_dict())
         self.owned.own(("publication",), self._publication.withdraw)
         self._launch = launch
         members = tuple(self._next_member(before, place, 0, 0) for place in places)
@@ -203,7 +203,7 @@ class Provisioner(Described):
     def publish(self, starting: Mapping[int, Member] | None = None, *, wait: bool = False) -> None:
         """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
         if self._publication is not None and not self._core.ending:
-            self._publication.publish(starting or {})
+            self._publication.publish(self._core.now, starting or {})
             if wait:
                 self._publication.await_handles(ANSWER_S)
 

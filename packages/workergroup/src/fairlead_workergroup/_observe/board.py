@@ -4,7 +4,7 @@
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
@@ -30,27 +30,18 @@ def actor_name(place: Place, token: str, incarnation: int) -> str:
     return f"{place.name}-{token[:6]}-{place.rank}-{incarnation}"
 
 
-class Published(Protocol):
-    """A group, as far as it is published."""
-
-    name_prefix: str
-    now: GroupState
-
-
 class Publication:
     """Keeps what is published about one group up to date."""
 
-    def __init__(self, group: Published, token: str, *, methods: Mapping[str, Any]) -> None:
-        self._group = group
+    def __init__(self, name: str, token: str, methods: Mapping[str, Any]) -> None:
         self.key: str = KEY + token
         self.version = 0
         namespace = ray.get_runtime_context().namespace
-        about = {"group_id": token, "name": group.name_prefix, "namespace": namespace, "methods": methods}
+        about = {"group_id": token, "name": name, "namespace": namespace, "methods": methods}
         self._about: dict[str, Any] = {"schema": SCHEMA, **about}
 
-    def publish(self, starting: Mapping[int, Member]) -> None:
+    def publish(self, now: GroupState, starting: Mapping[int, Member]) -> None:
         """Publish the present workers, and those starting in place of some; do not wait for the board."""
-        now = self._group.now
         members = tuple(starting.get(member.rank, member) for member in now.members)
         self.version += 1
         state = replace(now, members=members).to_wire()
