@@ -164,26 +164,24 @@ def _naming_options(workers: int, cpus: int, gpus: float) -> Iterator[None]:
 def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) -> Mapping[str, int]:
     """Return the axes over the workers; refuse arguments of the constructor, and options that `launch` lacks."""
     options = [name for name in inspect.signature(launch).parameters if name not in ("worker", "axes")]
-    others = RayVirtualCluster, RayWorkerGroup
-    larger = {name: one for one in others for name in inspect.signature(one).parameters if name not in options}
     target: Any = worker.worker if isinstance(worker, RayWorkerBuilder) else worker
     cls = None if isinstance(target, str) else undecorate(target)
-    parameters = _constructor_parameters(cls)
     for name, size in axes.items():
-        if cls is not None and name in parameters:
+        if cls is not None and name in _constructor_parameters(cls):
             given = f"RayWorkerBuilder({cls.__name__}, {name}={size!r})"
             remedy = given if isinstance(worker, RayWorkerBuilder) else f"init_kwargs={{{name!r}: {size!r}}}"
             raise TypeError(f"{name} is a parameter of {cls.__name__}.__init__: pass {remedy}")
-        if one := larger.get(name) if name != "worker" or not isinstance(size, int) else None:
-            raise TypeError(f"launch has no option {name!r}: give it to {one.__name__}. See the docstring of launch.")
+        is_size = isinstance(size, int) and not isinstance(size, bool)
+        for other in (RayVirtualCluster, RayWorkerGroup):
+            if name in inspect.signature(other).parameters and not (name == "worker" and is_size):
+                text = f"launch has no option {name!r}: give it to {other.__name__}. See the docstring of launch."
+                raise TypeError(text)
         near = difflib.get_close_matches(name, options, 1, 0.8)
-        if near or name.startswith(_NO_AXES):
+        if near or not is_size or name.startswith(_NO_AXES):
             hint = f"Did you mean {near[0]}?" if near else f"Its options are {', '.join(options)}."
-            raise TypeError(f"launch has no option {name!r}, and {name}={size!r} is not an axis with its size. {hint}")
-        if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(
-                f"{name}={size!r} is not an axis with its size, which is a whole number of workers, and launch has no "
-                f"option {name!r}. Its options are {', '.join(options)}."
+                f"launch has no option {name!r}, and {name}={size!r} is not an axis with its size, which is a whole "
+                f"number of workers. {hint}"
             )
     if (workers is None) is (not axes):
         raise ValueError("launch needs the number of workers, as axes (dp=2, tp=2) or as workers=4, and not both")
@@ -192,10 +190,10 @@ def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) ->
     return axes if workers is None else {"worker": workers}
 
 
-def _constructor_parameters(cls: type | None) -> Collection[str]:
+def _constructor_parameters(cls: type) -> Collection[str]:
     """Return the parameters that the constructor of a class takes by name; none if Python cannot tell."""
     try:
-        parameters = inspect.signature(cls).parameters.values() if cls is not None else ()
+        parameters = inspect.signature(cls).parameters.values()
     except (TypeError, ValueError):
         return ()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

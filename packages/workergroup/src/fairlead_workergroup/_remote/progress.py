@@ -7,7 +7,6 @@ the system reuses pids.
 """
 
 import contextlib
-import fcntl
 import json
 import operator
 import os
@@ -30,13 +29,11 @@ STATE = "<QQqddqqd24sBBQ"
 STATES_AT = 0, 128
 # Each message is a length, then UTF-8. The message that the state does not name may be overwritten.
 MESSAGES_AT, MESSAGE_BYTES = (256, 528), 256
-# Whether the ids of cancelled tasks follow the record in its file. The worker takes them from there.
+# Whether ids of cancelled tasks have been added at the end of the file since the worker has read them.
 CANCELLED_AT, ID_BYTES = 800, 24
 # A length, then JSON: the names of the methods, and the signal that makes the worker write its stacks (0 for none).
 ABOUT_AT = CANCELLED_AT + 8
 TRIES = 10_000
-# The worker holds the lock for microseconds, unless it is stopped.
-LOCK_S = 2.0
 NO_STEP = -(2**63)
 IDLE = -1
 NO_WEIGHTS = -1
@@ -50,7 +47,7 @@ class Record:
 
     def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
         about = json.dumps({"methods": list(methods), "dump_signal": dump_signal}).encode()
-        self._size = size = ABOUT_AT + 8 + len(about)
+        self._read_to = size = ABOUT_AT + 8 + len(about)
         self._file, self._page = make_memory_file(NAME, size)
         struct.pack_into("<Q", self._page, ABOUT_AT, len(about))
         self._page[ABOUT_AT + 8 : size] = about
@@ -159,13 +156,11 @@ class Record:
     def _is_cancelled(self, task: bytes) -> bool:
         """Return whether a task whose turn it is was cancelled, and forget it."""
         if self._page[CANCELLED_AT]:
-            is_alone = _lock(self._file, fcntl.LOCK_EX, 0.0)
-            ids = os.pread(self._file, os.fstat(self._file).st_size - self._size, self._size)
-            self._cancelled.update(ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES))
-            if is_alone:  # otherwise the ids stay in the file, and are read again the next time
-                os.ftruncate(self._file, self._size)
-                self._page[CANCELLED_AT] = 0
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._page[CANCELLED_AT] = 0  # before the ids are read: others add an id first, and set this afterwards
+            ids = os.pread(self._file, os.fstat(self._file).st_size - self._read_to, self._read_to)
+            complete = len(ids) - len(ids) % ID_BYTES
+            self._cancelled.update(ids[at : at + ID_BYTES] for at in range(0, complete, ID_BYTES))
+            self._read_to += complete
         was_cancelled = task in self._cancelled
         self._cancelled.discard(task)
         return was_cancelled
@@ -247,30 +242,11 @@ def read_record(file: int) -> dict[str, Any]:
     }
 
 
-def write_cancelled(file: int, tasks: Sequence[bytes]) -> bool:
-    """Prevent a worker from starting these tasks; return False if it was stopped in the middle of taking others."""
-    if not _lock(file, fcntl.LOCK_SH, LOCK_S):
-        return False
-    try:
-        with open(f"/proc/self/fd/{file}", "ab", buffering=0) as end:
-            end.write(b"".join(tasks))
-        os.pwrite(file, b"\1", CANCELLED_AT)
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
-    return True
-
-
-def _lock(file: int, how: int, within_s: float) -> bool:
-    """Lock an open record, and return whether that was possible in time; the kernel unlocks it after a kill."""
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
-            fcntl.flock(file, how | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.001)
+def write_cancelled(file: int, task: bytes) -> None:
+    """Prevent a worker from starting a task. It may be stopped: it reads the id when a task starts."""
+    with open(f"/proc/self/fd/{file}", "ab", buffering=0) as end:
+        end.write(task)
+    os.pwrite(file, b"\1", CANCELLED_AT)
 
 
 @contextlib.contextmanager
@@ -330,8 +306,9 @@ def cancel_tasks(tasks: Sequence[tuple[Process, bytes]]) -> list[bool]:
             if file is None:
                 running.append(False)
                 continue
-            is_noted, record = write_cancelled(file, [task]), _try_read(file)
-            running.append(not is_noted or record is None or record["task"] == task)
+            write_cancelled(file, task)
+            record = _try_read(file)
+            running.append(record is None or record["task"] == task)
     return running
 
 
