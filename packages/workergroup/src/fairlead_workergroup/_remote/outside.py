@@ -23,7 +23,7 @@ def _find_starting(workers: Sequence[Registered]) -> list[Process]:
     wanted = {mark.encode(): at for at, (pid, _, mark) in enumerate(workers) if pid == 0}
     processes = [(pid, started) for pid, started, _ in workers]
     if wanted:
-        for pid, (_, started) in read_processes().items():
+        for pid, (_, _, started) in read_processes().items():
             for mark, itself in read_marks((pid, started)):
                 # An identity is the mark with the number of the incarnation.
                 at = wanted.get(mark.rpartition(b"-")[0] + b"-")
