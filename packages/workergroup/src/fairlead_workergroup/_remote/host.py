@@ -91,7 +91,8 @@ class WorkerHost:
             limit = facts.pop("memory_limit")
             verdict = verdict_of(ray.get_runtime_context().get_actor_id()) if limit else ""
             start_reaper(facts["tree"], limit, verdict)
-        self._fairlead_record = self._fairlead_record_class(self._fairlead_methods, write_stacks_on_signal())
+        write_stacks_on_signal()
+        self._fairlead_record = self._fairlead_record_class(self._fairlead_methods)
         self._fairlead_key = self._fairlead_record.begin(0)
         published = types.ModuleType("_fairlead_worker")
         published.__dict__.update(facts=facts, record=self._fairlead_record)

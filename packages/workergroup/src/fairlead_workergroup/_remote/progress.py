@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from .process import Process, make_memory_file, open_memory_file, open_process, process_state, start_tick
+from .process import Process, make_memory_file, open_memory_file, process_state, start_tick
 from .stacks import dump_stacks
 
 NAME = "fairlead-worker"
@@ -31,8 +31,8 @@ STATES_AT = 0, 128
 MESSAGES_AT, MESSAGE_BYTES = (256, 528), 256
 # Whether ids of cancelled tasks have been added at the end of the file since the worker has read them.
 CANCELLED_AT, ID_BYTES = 800, 24
-# A length, then JSON: the names of the methods, and the signal that makes the worker write its stacks (0 for none).
-ABOUT_AT = CANCELLED_AT + 8
+# A length, then JSON: the names of the methods.
+NAMES_AT = CANCELLED_AT + 8
 TRIES = 10_000
 NO_STEP = -(2**63)
 IDLE = -1
@@ -45,12 +45,12 @@ NOTHING: Running = (IDLE, 0.0, b"")
 class Record:
     """Write the record of this process, and check whether a task that starts has been cancelled."""
 
-    def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
-        about = json.dumps({"methods": list(methods), "dump_signal": dump_signal}).encode()
-        self._read_to = size = ABOUT_AT + 8 + len(about)
+    def __init__(self, methods: Sequence[str]) -> None:
+        names = json.dumps(list(methods)).encode()
+        self._read_to = size = NAMES_AT + 8 + len(names)
         self._file, self._page = make_memory_file(NAME, size)
-        struct.pack_into("<Q", self._page, ABOUT_AT, len(about))
-        self._page[ABOUT_AT + 8 : size] = about
+        struct.pack_into("<Q", self._page, NAMES_AT, len(names))
+        self._page[NAMES_AT + 8 : size] = names
         # The cancelled tasks that have not had their turn.
         self._cancelled: set[bytes] = set()
         # Ray's account of what runs here. To ask for it starts a Ray where none runs, so the first task does.
@@ -169,9 +169,9 @@ class Record:
 class OverlappingRecord(Record):
     """Write the record of a worker whose async methods overlap; it shows the method that has run longest."""
 
-    def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
+    def __init__(self, methods: Sequence[str]) -> None:
         self._running: dict[int, Running] = {}
-        super().__init__(methods, dump_signal)
+        super().__init__(methods)
 
     def begin(self, method: int) -> int:
         """Record that a method starts, as `Record.begin` does.
@@ -223,12 +223,12 @@ def read_record(file: int) -> dict[str, Any]:
         raise TimeoutError(f"The worker wrote its record during each of {TRIES} attempts to read it.")
     _, calls, method, started, progressed, step, weights, weights_at, task, shown, waiting, _ = max(complete)
     now = time.monotonic()
-    (length,) = struct.unpack("<Q", os.pread(file, 8, ABOUT_AT))
-    about = json.loads(os.pread(file, length, ABOUT_AT + 8))
+    (length,) = struct.unpack("<Q", os.pread(file, 8, NAMES_AT))
+    methods = json.loads(os.pread(file, length, NAMES_AT + 8))
     (length,) = struct.unpack_from("<Q", seen, MESSAGES_AT[shown])
     message = seen[MESSAGES_AT[shown] + 8 :][:length].decode(errors="ignore")
     return {
-        "method": None if method == IDLE else about["methods"][method],
+        "method": None if method == IDLE else methods[method],
         "running_s": 0.0 if method == IDLE else now - started,
         "since_progress_s": now - progressed,
         "step": None if step == NO_STEP else step,
@@ -238,7 +238,6 @@ def read_record(file: int) -> dict[str, Any]:
         "waiting": bool(waiting),
         # Most workers have none, and the answers of all nodes meet in one process.
         **({} if weights == NO_WEIGHTS else {"weights": weights, "weights_age_s": now - weights_at}),
-        "dump_signal": about["dump_signal"],
     }
 
 
@@ -274,27 +273,21 @@ def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
 def look(processes: Sequence[Process], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
     """Return each worker's record, `gone`, `stuck` (busy or stopped without progress), and `stacks` or a `note`."""
     rows: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as open_files:
-        dumps: dict[int, tuple[int, int]] = {}
-        row_of: dict[int, dict[str, Any]] = {}
-        for process, record in zip(processes, read_records(processes), strict=True):
-            pid, started = process
-            row = {**(record or {}), "gone": start_tick(pid) != started, "stuck": False, "stacks": "", "note": ""}
-            rows.append(row)
-            if record is None:
-                continue
-            # Only processes of the node need them, and the answers of all nodes meet in one process.
-            del row["task"]
-            dump_signal = row.pop("dump_signal")
+    stuck: dict[Process, dict[str, Any]] = {}
+    for process, record in zip(processes, read_records(processes), strict=True):
+        pid, started = process
+        row = {**(record or {}), "gone": start_tick(pid) != started, "stuck": False, "stacks": "", "note": ""}
+        rows.append(row)
+        if record is not None:
+            del row["task"]  # only processes of the node need it, and the answers of all nodes meet in one process
             stopped = process_state(pid) == "T"
             if stopped:
                 row["note"] = "the process has been stopped (SIGSTOP)"
             row["stuck"] = bool(record["method"] or stopped) and record["since_progress_s"] >= stuck_after_s
-            if row["stuck"] and dump and (file := open_process(process)) is not None:
-                open_files.callback(os.close, file)
-                dumps[file], row_of[file] = (pid, dump_signal), row
-        for file, (stacks, note) in dump_stacks(dumps).items():
-            row_of[file].update(stacks=stacks, note=note)
+            if row["stuck"]:
+                stuck[process] = row
+    for process, (stacks, note) in dump_stacks([*stuck]).items() if dump else ():
+        stuck[process].update(stacks=stacks, note=note)
     return rows
 
 
