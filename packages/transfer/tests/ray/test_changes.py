@@ -212,27 +212,6 @@ def test_guard(groups):
     target.call("holds").result()
 
 
-def test_versions_in_the_open(groups):
-    """The status of a target shows the version of the weights of each rank."""
-    source, target = groups
-
-    def shown():
-        return [one.weights for one in target.get_worker_status()]
-
-    with Link(source, target, source="weights", target="weights") as link:
-        target.call("holds").result()
-        assert shown() == [None, None]
-        source.call("fill", 3.0).result()
-        link.send(3, timeout=60)
-        assert shown() == [3, 3]
-        assert all(0 < one.weights_age_s < 60 for one in target.get_worker_status())
-        kill(target, 1)
-        target.restart_failed_workers()
-        assert shown() == [3, None]
-        link.sync(timeout=60)
-        assert shown() == [3, 3]
-
-
 def test_a_commit_waits_for_a_call_that_is_being_sent(groups):
     """No call comes before a commit on one rank and after it on another one (seam: a check that waits)."""
     source, target = groups

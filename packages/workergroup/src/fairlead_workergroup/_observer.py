@@ -20,7 +20,7 @@ from ._remote.usage import measure
 
 STUCK_AFTER_S = 300.0
 # The entries of a node's answer that a status and a stuck worker show.
-STATUS_FIELDS = ("method", "running_s", "since_progress_s", "step", "message", "weights", "weights_age_s", "calls")
+STATUS_FIELDS = ("method", "running_s", "since_progress_s", "step", "message", "calls")
 STUCK_FIELDS = ("method", "running_s", "since_progress_s", "stacks", "note")
 
 

@@ -61,19 +61,6 @@ def test_task_in_a_worker(monkeypatch):
     os.close(record._file)
 
 
-def test_weights(record):
-    """A record has the version of the weights and its age, until they are of no version."""
-    assert "weights" not in read(record)
-    record.note_weights(0)
-    time.sleep(0.01)
-    record.end(record.begin(1))
-    seen = read(record)
-    assert seen["weights"] == 0
-    assert 0.01 <= seen["weights_age_s"] < 60
-    record.note_weights(None)
-    assert read(record).keys().isdisjoint(("weights", "weights_age_s"))
-
-
 def test_content(record):
     """It shows an idle worker, a busy one, its progress, and an idle one again; times are seconds before now."""
     assert (read(record)["method"], read(record)["calls"], read(record)["step"]) == (None, 0, None)

@@ -23,9 +23,9 @@ from .stacks import dump_stacks
 
 NAME = "fairlead-worker"
 # Formats are text: a struct.Struct does not pickle, and this module is shipped by value.
-# Version, calls, method (an index, -1 if idle), start, last progress, step, version of the weights and its time, task,
-# number of the message, whether it waits for others, version again.
-STATE = "<QQqddqqd24sBBQ"
+# Version, calls, method (an index, -1 if idle), start, last progress, step, task, number of the message,
+# whether it waits for others, version again.
+STATE = "<QQqddq24sBBQ"
 STATES_AT = 0, 128
 # Each message is a length, then UTF-8. The message that the state does not name may be overwritten.
 MESSAGES_AT, MESSAGE_BYTES = (256, 528), 256
@@ -36,7 +36,6 @@ NAMES_AT = CANCELLED_AT + 8
 TRIES = 10_000
 NO_STEP = -(2**63)
 IDLE = -1
-NO_WEIGHTS = -1
 # What runs: the method, its start, and its task.
 Running = tuple[int, float, bytes]
 NOTHING: Running = (IDLE, 0.0, b"")
@@ -57,7 +56,6 @@ class Record:
         self._context: Any = None
         self._calls = 0
         self._step = NO_STEP
-        self._weights, self._weights_at = NO_WEIGHTS, 0.0
         self._message = 0
         # Several threads may report progress. Reentrant, because a signal handler may report progress too.
         self._messaging = threading.RLock()
@@ -127,11 +125,6 @@ class Record:
             self._message = free
             self._write(time.monotonic())
 
-    def note_weights(self, version: int | None) -> None:
-        """Record the version of the weights that has been put into place; None if they are of none."""
-        self._weights, self._weights_at = NO_WEIGHTS if version is None else version, time.monotonic()
-        self._write(self._weights_at)
-
     def _write(self, progressed: float) -> None:
         # No lock: Python switches threads and runs signal handlers only between calls, and the write is a single call.
         method, started, task = self._now
@@ -145,8 +138,6 @@ class Record:
             started,
             progressed,
             self._step,
-            self._weights,
-            self._weights_at,
             task,
             self._message,
             self._waiting > 0,
@@ -221,7 +212,7 @@ def read_record(file: int) -> dict[str, Any]:
             break
     else:
         raise TimeoutError(f"The worker wrote its record during each of {TRIES} attempts to read it.")
-    _, calls, method, started, progressed, step, weights, weights_at, task, shown, waiting, _ = max(complete)
+    _, calls, method, started, progressed, step, task, shown, waiting, _ = max(complete)
     now = time.monotonic()
     (length,) = struct.unpack("<Q", os.pread(file, 8, NAMES_AT))
     methods = json.loads(os.pread(file, length, NAMES_AT + 8))
@@ -236,8 +227,6 @@ def read_record(file: int) -> dict[str, Any]:
         "calls": calls,
         "task": b"" if method == IDLE else task,
         "waiting": bool(waiting),
-        # Most workers have none, and the answers of all nodes meet in one process.
-        **({} if weights == NO_WEIGHTS else {"weights": weights, "weights_age_s": now - weights_at}),
     }
 
 
