@@ -324,21 +324,20 @@ async def _value(method: str, result: Any) -> Any:
     """Return the value of a coroutine, and refuse generators, whose first item Ray would return as the value."""
     while inspect.isawaitable(result) and not isinstance(result, ray.ObjectRef):
         result = await result
-    if isinstance(result, GeneratorType):
-        result.close()
-        raise TypeError(
-            f"{method!r} returned a generator, but is not a generator method, so its items cannot be streamed. "
-            f"Write `yield from ...` in {method!r} instead of `return ...`; if a decorator hides a generator method, "
-            "have it use functools.wraps, or yield the items itself."
-        )
+    kind, remedy = "a", f"Write `yield from ...` in {method!r} instead of `return ...`"
     if isinstance(result, AsyncGeneratorType):
         await result.aclose()
-        raise TypeError(
-            f"{method!r} returned an async generator, but is not an async generator method, so its items cannot be "
-            f"streamed. Make {method!r} an `async def` that yields them (`async for item in ...: yield item`); if a "
-            "decorator hides an async generator method, have it use functools.wraps, or yield the items itself."
-        )
-    return result
+        kind = "an async"
+        remedy = f"Make {method!r} an `async def` that yields them (`async for item in ...: yield item`)"
+    elif isinstance(result, GeneratorType):
+        result.close()
+    else:
+        return result
+    raise TypeError(
+        f"{method!r} returned {kind} generator, but is not {kind} generator method, so its items cannot be streamed. "
+        f"{remedy}; if a decorator hides {kind} generator method, have it use functools.wraps, or yield the items "
+        "itself."
+    )
 
 
 def _items(method: str, result: Any) -> Any:
