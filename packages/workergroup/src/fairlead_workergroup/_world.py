@@ -5,12 +5,11 @@ Membership, and the collection of replies, use these functions only, so that wha
 that runs in a driver.
 """
 
-import contextlib
 import contextvars
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,18 +53,7 @@ class World:
         return done
 
 
-current = World()  # the world that everything runs in
-
-
-@contextlib.contextmanager
-def replaced_by(other: Any) -> Iterator[None]:
-    """Run in another world during a block; for the simulation."""
-    global current
-    before, current = current, other
-    try:
-        yield
-    finally:
-        current = before
+current = World()  # the world that everything runs in; the simulation replaces it
 
 
 class Connection:
