@@ -58,42 +58,40 @@ class Observer:
     def _look(self, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:
         # Take the state before the requests: the next look reports a worker that is replaced during them.
         now = self._core.check_alive()
-        asked = [one for one in now.members if one.lost is None and one.rank not in now.restarting]
-        answers = ask_nodes(asked, look, stuck_after_s, dump)
-        rows: dict[int, Mapping[str, Any]] = {
-            one.rank: row for one, row in zip(asked, answers, strict=True) if row is not None and not row["gone"]
-        }
-        gone = [one for one, row in zip(asked, answers, strict=True) if row is not None and row["gone"]]
-        lost = {one: one.failure("killed", NOT_NOTICED) for one in gone}
-        if silent := [one for one, row in zip(asked, answers, strict=True) if row is None]:
+        asked = [member for member in now.members if member.lost is None and member.rank not in now.restarting]
+        answers: dict[Member, Any] = dict(zip(asked, ask_nodes(asked, look, stuck_after_s, dump), strict=True))
+        known = {member: row for member, row in answers.items() if row is not None}
+        rows: dict[int, Mapping[str, Any]] = {member.rank: row for member, row in known.items() if not row["gone"]}
+        lost = {member: member.failure("killed", NOT_NOTICED) for member, row in known.items() if row["gone"]}
+        if silent := answers.keys() - known.keys():
             with contextlib.suppress(HeadTimeoutError), head_deadline(HEAD_S):
                 lost |= look_at_head(silent)
         # The next call raises these losses, or restarts the workers, even if no call of the group has met them. A
         # change that is under way ends workers itself.
         present = self._core.now
-        if unexpected := {one: loss for one, loss in lost.items() if one.rank not in present.restarting}:
+        if unexpected := {member: loss for member, loss in lost.items() if member.rank not in present.restarting}:
             self._core.note(explain(self._core, unexpected, LOOK_S).items())
-        dead = {*now.lost, *(one.rank for one in lost)}
+        dead = {*now.lost, *(member.rank for member in lost)}
         states: dict[int, State] = {
-            one.rank: "restarting" if one.rank in now.restarting else state_of(one.rank in dead, rows.get(one.rank, {}))
-            for one in now.members
+            rank: state_of(rank in dead, rows.get(rank, {})) for rank in range(len(now.members))
         }
+        states |= dict.fromkeys(now.restarting, "restarting")
         statuses = [
             WorkerStatus(
-                rank=one.rank,
-                name=one.place.name,
-                coords=dict(one.coords),
-                state=states[one.rank],
-                node_id=one.node_id,
-                pid=one.pid,
-                incarnation=one.incarnation,
-                restarts=one.restarts,
-                **{name: value for name, value in rows.get(one.rank, {}).items() if name in STATUS_FIELDS},
+                rank=member.rank,
+                name=member.place.name,
+                coords=dict(member.coords),
+                state=states[member.rank],
+                node_id=member.node_id,
+                pid=member.pid,
+                incarnation=member.incarnation,
+                restarts=member.restarts,
+                **{name: value for name, value in rows.get(member.rank, {}).items() if name in STATUS_FIELDS},
             )
-            for one in now.members
+            for member in now.members
         ]
         self._core.show_states(states, now)
-        return statuses, [_stuck(one, rows[one.rank]) for one in now.members if states[one.rank] == "stuck"]
+        return statuses, [_stuck(now[rank], rows[rank]) for rank, state in states.items() if state == "stuck"]
 
 
 class ObservedGroup:
