@@ -140,7 +140,7 @@ class Site:
             if pending and time.monotonic() >= deadline:
                 late = [workers[ref] for ref in pending]
                 replies |= {
-                    seen.rank: Reply(one, late=seen) for one, seen in zip(late, late_workers(late), strict=True)
+                    seen.rank: Reply(worker, late=seen) for worker, seen in zip(late, late_workers(late), strict=True)
                 }
                 break
         return replies

@@ -55,16 +55,16 @@ def ask_nodes(
         return results
     within_s = ANSWER_S if within_s is None else within_s
     deadline = time.monotonic() + within_s
-    by_node = group_pairs((worker.node_id, at) for at, worker in enumerate(workers))
+    by_node = group_pairs((worker.node_id, index) for index, worker in enumerate(workers))
     nodes = choose_alive(by_node, timeout_s=min(HEAD_S, within_s / 2)) if asks_head else by_node
-    asks = {node_id: ([what(workers[at]) for at in by_node[node_id]], *more) for node_id in nodes}
+    asks = {node_id: ([what(workers[index]) for index in by_node[node_id]], *more) for node_id in nodes}
     for node_id, answers in run_on_nodes(function, asks, timeout_s=max(0.1, deadline - time.monotonic())).items():
         if isinstance(answers, Exception):
             if ray.is_initialized():  # otherwise another thread has ended Ray, and the workers with it
                 logger.warning("Cannot look at the workers on node %s: %s", node_id[:8], answers)
             continue
-        for at, answer in zip(by_node[node_id], answers, strict=True):
-            results[at] = answer
+        for index, answer in zip(by_node[node_id], answers, strict=True):
+            results[index] = answer
     return results
 
 

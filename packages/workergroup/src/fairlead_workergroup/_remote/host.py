@@ -45,8 +45,8 @@ def add_to_path(entries: Sequence[str]) -> None:
         return
     rest = [path for path in sys.path if path not in entries]
     library = os.path.dirname(os.__file__)
-    at = rest.index(library) if library in rest else 0
-    sys.path[:] = [*rest[:at], *dict.fromkeys(entries), *rest[at:]]
+    index = rest.index(library) if library in rest else 0
+    sys.path[:] = [*rest[:index], *dict.fromkeys(entries), *rest[index:]]
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([*entries, *(path for path in inherited if path)])
 

@@ -20,13 +20,13 @@ def look_from_outside(workers: Sequence[Registered], stuck_after_s: float, dump:
 
 def _find_starting(workers: Sequence[Registered]) -> list[Process]:
     """Return the process of each worker; (0, -1) for one that has none yet."""
-    wanted = {mark.encode(): at for at, (pid, _, mark) in enumerate(workers) if pid == 0}
+    wanted = {mark.encode(): index for index, (pid, _, mark) in enumerate(workers) if pid == 0}
     processes = [(pid, started) for pid, started, _ in workers]
     if wanted:
         for pid, (_, _, started) in read_processes().items():
             for mark, itself in read_marks((pid, started)):
                 # An identity is the mark with the number of the incarnation.
-                at = wanted.get(mark.rpartition(b"-")[0] + b"-")
-                if itself and at is not None and started > processes[at][1]:
-                    processes[at] = (pid, started)
+                index = wanted.get(mark.rpartition(b"-")[0] + b"-")
+                if itself and index is not None and started > processes[index][1]:
+                    processes[index] = (pid, started)
     return processes

@@ -9,13 +9,13 @@ import ray
 
 
 class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Pickle a value with None for references; `found` tells of them, and the rest must be picklable too."""
+    """Pickle a value with None for references; `has_references` tells of them, and the rest must be picklable too."""
 
-    found = False
+    has_references = False
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (ray.ObjectRef, ray.ObjectRefGenerator, ray.actor.ActorHandle)):
-            self.found = True
+            self.has_references = True
             return type(None), ()
         return super().reducer_override(obj)
 
@@ -32,7 +32,7 @@ def make_portable(error: BaseException) -> None:
         make_portable(member)
     if _survives_pickling(error):
         return
-    parts = [(f"argument {at}", value) for at, value in enumerate(error.args)]
+    parts = [(f"argument {index}", value) for index, value in enumerate(error.args)]
     parts += [(f"attribute {name!r}", value) for name, value in vars(error).items()]
     left_out = [name + " (holds a reference)" * _has_references(value) for name, value in parts if not _pickles(value)]
     if left_out:
@@ -67,7 +67,7 @@ def _copy(value: Any) -> Any:
         pickler = _Pickler(file, 5)
         try:
             pickler.dump(value)
-            return None if pickler.found else ray.cloudpickle.loads(file.getvalue())
+            return None if pickler.has_references else ray.cloudpickle.loads(file.getvalue())
         except Exception:  # noqa: BLE001  classes of the user may raise anything
             return None
 
@@ -78,4 +78,4 @@ def _has_references(value: Any) -> bool:
         pickler = _Pickler(file, 5)
         with contextlib.suppress(Exception):  # whoever sends the value reports that it cannot be pickled
             pickler.dump(value)
-        return pickler.found
+        return pickler.has_references

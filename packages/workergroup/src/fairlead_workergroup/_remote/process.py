@@ -252,8 +252,8 @@ def read_marks(process: Process) -> list[Mark]:
     marks: list[Mark] = []
     with contextlib.suppress(OSError):  # it has ended, or belongs to another user
         with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-        marks += [(value, False) for name, _, value in (one.partition(b"=") for one in variables) if name == VARIABLE]
+            variables = [variable.partition(b"=") for variable in file.read().split(b"\0")]
+        marks += [(value, False) for name, _, value in variables if name == VARIABLE]
         with open(f"/proc/{pid}/maps", "rb") as file:
             mapped = file.read()
         for line in mapped.splitlines() if PAGE in mapped else ():

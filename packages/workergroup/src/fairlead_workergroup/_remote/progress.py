@@ -150,7 +150,7 @@ class Record:
             self._page[CANCELLED_AT] = 0  # before the ids are read: others add an id first, and set this afterwards
             ids = os.pread(self._file, os.fstat(self._file).st_size - self._read_to, self._read_to)
             complete = len(ids) - len(ids) % ID_BYTES
-            self._cancelled.update(ids[at : at + ID_BYTES] for at in range(0, complete, ID_BYTES))
+            self._cancelled.update(ids[start : start + ID_BYTES] for start in range(0, complete, ID_BYTES))
             self._read_to += complete
         was_cancelled = task in self._cancelled
         self._cancelled.discard(task)
@@ -206,7 +206,7 @@ def read_record(file: int) -> dict[str, Any]:
         # The worker takes no lock. A state is complete if two reads agree and both its versions are equal.
         before, seen = seen, os.pread(file, CANCELLED_AT, 0)
         if seen == before:
-            states = [struct.unpack_from(STATE, seen, at) for at in STATES_AT]
+            states = [struct.unpack_from(STATE, seen, offset) for offset in STATES_AT]
             complete = [state for state in states if state[0] == state[-1]]
         if complete:
             break

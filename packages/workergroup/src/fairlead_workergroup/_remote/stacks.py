@@ -31,7 +31,7 @@ def write_stacks_on_signal() -> None:
 
 def dump_stacks(processes: Sequence[Process]) -> dict[Process, tuple[str, str]]:
     """Make processes write their stacks; return the stacks of each, or why there are none."""
-    found: dict[Process, tuple[str, str]] = {}
+    answers: dict[Process, tuple[str, str]] = {}
     waiting: dict[Process, tuple[int, int]] = {}
     with contextlib.ExitStack() as files:
         for process in processes:
@@ -40,10 +40,10 @@ def dump_stacks(processes: Sequence[Process]) -> dict[Process, tuple[str, str]]:
             if file is not None:
                 files.callback(os.close, file)
             if process_state(pid) == "T":
-                found[process] = "", "the process has been stopped (SIGSTOP): it writes nothing until it is continued"
+                answers[process] = "", "the process has been stopped (SIGSTOP): it writes nothing until it is continued"
             elif file is None or not _has(pid, "SigCgt"):
                 # Without a handler the signal would end the process.
-                found[process] = "", "no handler writes the stacks of this process"
+                answers[process] = "", "no handler writes the stacks of this process"
             else:
                 fcntl.flock(file, fcntl.LOCK_EX)  # against other readers, which hold it for little more than WRITE_S
                 os.ftruncate(file, 0)
@@ -53,8 +53,8 @@ def dump_stacks(processes: Sequence[Process]) -> dict[Process, tuple[str, str]]:
                     send_signal([process], SIGNAL)
         deadline = time.monotonic() + WRITE_S
         for process, (file, handling) in waiting.items():
-            found[process] = _wait_for_stacks(process[0], file, handling, deadline)
-    return found
+            answers[process] = _wait_for_stacks(process[0], file, handling, deadline)
+    return answers
 
 
 def _wait_for_stacks(pid: int, file: int, handling: int, deadline: float) -> tuple[str, str]:
