@@ -2,8 +2,10 @@
 """What packages that are built on groups of workers use."""
 
 import asyncio
+import gc
 import os
 import time
+import weakref
 
 import pytest
 import ray
@@ -105,6 +107,17 @@ def test_functions_and_replies(gate, wait_until_running):
         group.shutdown()
         with pytest.raises(WorkerGroupError, match="has been shut down"):
             site.state()
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped without shutdown:ResourceWarning")
+def test_site_of_a_dropped_group(shared_cluster):
+    """A site does not keep its group alive."""
+    group = RayWorkerGroup(shared_cluster, Worker, [1])
+    site, dropped = Site(group), weakref.ref(group)
+    assert site.state().members[0].rank == 0
+    del group
+    gc.collect()
+    assert dropped() is None
 
 
 def test_function_that_has_an_asyncio_worker_for_itself(gate, wait_until_running):
