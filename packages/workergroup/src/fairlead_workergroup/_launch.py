@@ -4,7 +4,6 @@
 import contextlib
 import difflib
 import inspect
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from fairlead_venvs import VenvSpec
 
 from ._group import RayWorkerGroup
 from ._model import Place
+from ._observer import check_seconds
 from ._options import Restart, Timeouts, read_option
 from ._remote.describe import undecorate
 from ._start.builder import ClassLike, RayWorkerBuilder
@@ -197,7 +197,7 @@ def _constructor_parameters(cls: type) -> Collection[str]:
     except (TypeError, ValueError):
         return ()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in parameters if one.kind in by_name]
+    return [parameter.name for parameter in parameters if parameter.kind in by_name]
 
 
 def _check_start(init_args: object, init_kwargs: object, timeout_s: object, gpus: object) -> None:
@@ -205,8 +205,7 @@ def _check_start(init_args: object, init_kwargs: object, timeout_s: object, gpus
     for name, value, kinds in (("init_args", init_args, (list, tuple)), ("init_kwargs", init_kwargs, (dict,))):
         if not isinstance(value, kinds):
             raise TypeError(f"{name} must be a {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
+    check_seconds("timeout_s", timeout_s)
     if isinstance(gpus, bool) or not isinstance(gpus, (int, float)) or gpus < 0:
         raise ValueError(f"gpus_per_worker must be a number of at least 0, got {gpus!r}")
 
