@@ -9,7 +9,7 @@ import ray
 
 from fairlead_transfer import TransferError
 from fairlead_transfer._remote.entry import find_shared
-from fairlead_workergroup.extension import collect, read_members, send_function
+from fairlead_workergroup.extension import Site
 from fairlead_workergroup.testing import resume
 
 # `nox -s nightly` repeats each case 20 times.
@@ -32,9 +32,9 @@ def fail_at(group, rank, side, phase, how):
     def plan_fault(worker):
         find_shared("faults", {})[side, phase] = how
 
-    member = read_members(group).members[rank]
-    ref = send_function(member, "plan_fault", ray.cloudpickle.dumps(plan_fault))
-    reply = collect(group, {rank: (member, ref)}, 30.0)[rank]
+    site = Site(group)
+    requests = site.send("plan_fault", ray.cloudpickle.dumps(plan_fault), {site.state()[rank]: ()})
+    reply = site.collect(requests, 30.0)[rank]
     assert reply.is_good, reply
 
 

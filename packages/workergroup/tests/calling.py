@@ -128,5 +128,5 @@ class Acting:
 
 def wait_until_published(group):
     """Wait until handles find on the board what a group has published last."""
-    key = group._provisioner._registration.key
+    key = group._provisioner._publication.key
     assert await_published(key, timeout_s=60), "not published within 60 s"

@@ -35,11 +35,10 @@ from fairlead_workergroup._membership import (
     shutdown,
 )
 from fairlead_workergroup._observe import (
+    board,
     display,
     head,
-    publications,
     query,
-    registration,
 )
 from fairlead_workergroup._remote import process, progress
 from fairlead_workergroup._start import builder, launch
@@ -144,24 +143,24 @@ def explain_no_death(patch: Patch) -> None:
 
 def publish(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is on a board for a group that is described as plain data."""
-    return {registration.KEY + about["id"]: {"schema": registration.SCHEMA, **about}}
+    return {board.KEY + about["group_id"]: {"schema": board.SCHEMA, **about}}
 
 
 def let_boards_have(patch: Patch, boards: Mapping[Any, Mapping[str, Any] | Exception]) -> None:
     """Let the cluster have these boards, or errors in place of their answers."""
-    patch.setattr(publications, "find_boards", lambda *_: list(boards))
-    patch.setattr(publications, "read_boards", lambda found, prefix, timeout_s: {one: boards[one] for one in found})
+    patch.setattr(board, "find_boards", lambda *_: list(boards))
+    patch.setattr(board, "read_boards", lambda found, prefix, timeout_s: {one: boards[one] for one in found})
 
 
 def read_published(patch: Patch, group_id: str) -> Any:
     """Return the group with an id as a handle finds it, without waiting for one that is about to be published."""
-    patch.setattr(publications, "PUBLISHED_AGAIN_S", 0.0)
-    return publications.read_group(group_id, "01", "a")
+    patch.setattr(board, "PUBLISHED_AGAIN_S", 0.0)
+    return board.read_group(group_id, "01", "a")
 
 
 def find_groups() -> list[Any]:
     """Return the groups of all jobs, as those who look from outside see them."""
-    return list(publications.find_groups())
+    return list(board.find_groups())
 
 
 def count_questions(patch: Patch) -> list[str]:
@@ -452,14 +451,14 @@ def read_epoch(handle: Any, epoch: int) -> None:
 
 def act_before_publications(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run before a change of a group publishes its members, when the constructors have finished."""
-    publish = registration.Registration.publish
+    publish = board.Publication.publish
 
-    def act_and_publish(own: Any, starting: Any) -> None:
+    def act_and_publish(own: Any, now: Any, starting: Any) -> None:
         if not starting:
             act()
-        publish(own, starting)
+        publish(own, now, starting)
 
-    patch.setattr(registration.Registration, "publish", act_and_publish)
+    patch.setattr(board.Publication, "publish", act_and_publish)
 
 
 def send_alone(worker: Any, function: Callable[..., Any], *args: Any) -> Any:

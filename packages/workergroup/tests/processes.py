@@ -82,7 +82,7 @@ def find_trees_of_driver(token: str) -> list[str]:
         token: a part of the driver's environment, which they inherit.
     """
     found = []
-    for pid, (_, started) in read_processes().items():
+    for pid, (_, _, started) in read_processes().items():
         try:
             with open(f"/proc/{pid}/environ") as environment, open(f"/proc/{pid}/cmdline") as command:
                 ours, line = token in environment.read(), command.read().replace("\0", " ")

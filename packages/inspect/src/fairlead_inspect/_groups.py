@@ -33,7 +33,7 @@ def read_labels(job_ids: Collection[str], timeout_s: float) -> tuple[dict[str, d
         else:
             published += [(board, value) for value in values.values()]
     groups = library.read_groups(published)
-    members = group_pairs((member.node_id, member) for group in groups for member in group.members)
+    members = group_pairs((member.node_id, member) for group in groups for member in group.state.members)
     # No stacks, for which workers would be interrupted.
     arguments = {
         node_id: ([(member.pid, member.started, member.mark) for member in its], math.inf, False)
@@ -46,12 +46,12 @@ def read_labels(job_ids: Collection[str], timeout_s: float) -> tuple[dict[str, d
             notes.append(f"Fairlead's groups on node {node_id[:8]} are not known: {_reason(answer)}")
         else:
             records |= {member.actor_id: row for member, row in zip(members[node_id], answer, strict=True)}
-    alike = Counter((group.driver["job_id"], group.name) for group in groups)
+    alike = Counter((group.board.job_id, group.name) for group in groups)
     labels = {}
     for group in groups:
-        name = group.name if alike[group.driver["job_id"], group.name] == 1 else group.label
-        of_group = {"group": name, "world_size": math.prod(group.shape.values())}
-        for member in group.members:
+        name = group.name if alike[group.board.job_id, group.name] == 1 else group.label
+        of_group = {"group": name, "world_size": len(group.state.members)}
+        for member in group.state.members:
             record = records.get(member.actor_id, {})
             of_record = {"waiting": bool(record.get("waiting")), "step": record.get("step")}
             labels[member.actor_id] = {"rank": member.rank, "coords": dict(member.coords), **of_group, **of_record}

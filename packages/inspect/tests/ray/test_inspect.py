@@ -73,6 +73,16 @@ DRIVER = """
 """
 
 
+ATTACHED = """
+    import json
+    from fairlead_workergroup import attach
+
+    group = attach("policy")
+    calls = [group.call("quick").result(), group.at(dp=1, tp=0).call("quick", collect=()).result()]
+    print(json.dumps([calls, [[one.rank, one.coords, one.state] for one in group.status()]]))
+"""
+
+
 class Driver:
     """A driver with a group of four workers, in a process of its own."""
 
@@ -151,6 +161,18 @@ def test_idle(driver):
     well = decide()
     assert (well.returncode, well.stderr) == (0, "")
     assert "HANGS" not in well.stdout
+
+
+def test_attach_while_the_driver_is_stopped(driver, stop_process):
+    """Another process calls the group by rank and by coordinates, and sees both, as `ps` does."""
+    with stop_process(driver.pid):
+        command = [sys.executable, "-c", textwrap.dedent(ATTACHED)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        calls, status = json.loads(done.stdout.splitlines()[-1])
+        assert calls == [[0, 1, 2, 3], 2]
+        assert status == [[one["rank"], one["coords"], "idle"] for one in members()]
+    assert status == [[rank, {"dp": rank // 2, "tp": rank % 2}, "idle"] for rank in range(4)]
 
 
 def test_driver_stopped_and_worker_hung(driver, stop_process):

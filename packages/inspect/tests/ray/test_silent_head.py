@@ -11,8 +11,6 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup._calls import handle as _handle
-from fairlead_workergroup._observe import head as _head
 
 pytestmark = pytest.mark.nightly
 
@@ -24,14 +22,8 @@ COMMANDS = (["ps"], ["stacks"], ["why"])
 @pytest.mark.usefixtures("local_ray")
 def test_every_command(monkeypatch, call_in_time, stop_process, capsys):
     """Every command says that the head does not answer."""
-    for module, name in (
-        (placement_head, "LEAST_S"),
-        (placement_head, "ALIVE_S"),
-        (placement_head, "HEAD_S"),
-        (_head, "REQUEST_S"),
-        (_handle, "HEAD_S"),
-    ):
-        monkeypatch.setattr(module, name, LIMIT_S)
+    for name in ("LEAST_S", "ALIVE_S", "HEAD_S"):
+        monkeypatch.setattr(placement_head, name, LIMIT_S)
     # The commands use the Ray of this process.
     monkeypatch.setattr(terminal, "attach_to", lambda *_, **__: None)
     monkeypatch.setattr(terminal, "os", SimpleNamespace(_exit=lambda status: None))

@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
-from fairlead_workergroup.extension import wait_for_turn
-
 from ._descriptions import compare_replicas, one_sided
 from ._remote.replies import Committed, Described, Fetched, Refused
 from ._report import TransferReport
@@ -54,7 +52,6 @@ class Attempt:
     version: int
     deadline: float
     check_replicas: str
-    in_order: bool
     _compares: bool = False
     route: Route | None = None
     staged: Mapping[int, Described] = field(default_factory=dict)
@@ -130,19 +127,17 @@ class Attempt:
 
     def commit(self, ranks: Collection[int], options: CommitOptions) -> None:
         """Have target ranks put the staged version into place: this is after the decision."""
-        # From here on guards refuse calls; with `in_order` none comes before this on some ranks and after on others.
+        # From here on guards refuse calls: none comes before this on some ranks and after it on others.
         ends = self.states.decide(ranks)
-        if self.in_order and not wait_for_turn(self.target.group, self._left()):
-            raise self._error("commit", "target", dict.fromkeys(ranks, "its group changes its members"), MORE_TIME)
 
         def arguments(rank: int) -> tuple[Any, ...]:
             return self.epoch, self.version, *options[1:]
 
         within_s = None if options.before else self._left_alone()
         first = ("prepare", self.epoch, options.first) if options.first else None
-        requests = self.target.ask(ranks, "commit", arguments, alone_within_s=within_s, first=first)
-        for rank, (_, ref) in requests.items():
-            ends[rank].unconfirmed = ref
+        requests = self.target.ask(ranks, "commit", arguments, alone_s=within_s, first=first)
+        for member, ref in requests.items():
+            ends[member.rank].unconfirmed = ref
         if self.source.name == "source":
             self.source.release(self.epoch)
         replies = self.target.wait(requests, self._left(), all_of_them=True)
@@ -239,8 +234,8 @@ class Attempt:
 
         # No method may change the tensors while they are staged, so that a version is one state of them.
         within_s = self._left_alone() if route else None
-        requests = self.source.ask(sources, "describe", arguments, alone_within_s=within_s)
-        method, asked = self.target.method, dict[int, Any]()
+        requests = self.source.ask(sources, "describe", arguments, alone_s=within_s)
+        method, asked = self.target.method, dict[Any, Any]()
         if method is not None:
             known = self.target.ends
             asked = self.target.ask(targets, "describe", lambda rank: (self.epoch, method, known[rank].number))

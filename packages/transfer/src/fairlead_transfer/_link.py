@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from fairlead_placement.extension import release_when_dropped
 from fairlead_workergroup import RayWorkerGroup
-from fairlead_workergroup.extension import check_calls
+from fairlead_workergroup.extension import Site
 
 from ._attempt import Attempt
 from ._descriptions import make_selection
@@ -243,8 +243,9 @@ class Link:
             with contextlib.suppress(TypeError):  # it takes arguments
                 self._target.group.at().explain(method)
         check = functools.partial(_check_versions, weakref.ref(self), methods)
-        self._guards.append(check_calls(self._target.group, check))
-        return self._guards[-1]
+        end = Site(self._target.group).check_calls(check)
+        self._guards.append(end)
+        return end
 
     def explain(self, timeout: float = 600.0) -> TransferExplanation:
         """Return how the tensors travel: who sends what to whom, by which transport, and the bytes.
@@ -289,7 +290,6 @@ class Link:
             version=version,
             deadline=deadline,
             check_replicas=self._check_replicas,
-            in_order=bool(self._guards),
         )
 
     @contextlib.contextmanager

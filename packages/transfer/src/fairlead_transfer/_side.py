@@ -10,7 +10,7 @@ from typing import Any, Literal
 import ray
 
 from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
-from fairlead_workergroup.extension import Member, Reply, cancel, collect, read_members, send_function
+from fairlead_workergroup.extension import Member, Reply, Site
 
 from ._remote.end import End
 from ._remote.entry import serve
@@ -18,7 +18,7 @@ from ._remote.replies import Committed
 from .exceptions import State
 
 SideName = Literal["source", "target", "replica"]
-Requests = dict[int, tuple[Member, Any]]
+Requests = dict[Member, Any]
 
 
 @functools.cache
@@ -56,10 +56,14 @@ class Side:
     _code: Any = None
     _lock: Any = field(default_factory=threading.Lock)  # `versions` of a link is for all threads
 
+    @property
+    def _site(self) -> Site:
+        return Site(self.group)
+
     def look(self) -> None:
         """Look at the members of a group that has not ended; forget the ends of processes that are gone."""
         with self._lock:
-            now = read_members(self.group)
+            now = self._site.state()
             if now.version != self.version:
                 known, self.members, self.restarting = self.ends, now.members, now.restarting
                 self.ends = {
@@ -99,7 +103,7 @@ class Side:
     def is_used(self) -> bool:
         """Whether workers may hold something for the link: it has asked them, and the group has not ended."""
         try:
-            read_members(self.group)
+            self._site.state()
         except WorkerGroupError:
             return False
         return bool(self.ends) and not self.is_closed
@@ -110,21 +114,17 @@ class Side:
         operation: str,
         arguments: Callable[[int], tuple[Any, ...]],
         *,
-        alone_within_s: float | None = None,
+        alone_s: float | None = None,
         first: tuple[Any, ...] | None = None,
     ) -> Requests:
         """Send an operation to the ends of some ranks; make the ends that are missing.
 
-        With `alone_within_s` it runs while no method of the worker does; `first` is an operation before that wait.
+        With `alone_s` it runs while no method of the worker does; `first` is an operation before that wait.
         """
-        requests: Requests = {}
         key, name = (self.link, self.name), f"fairlead_transfer {operation}"
+        given = {self.members[rank]: (key, self._code_for(rank), operation, *arguments(rank)) for rank in ranks}
         before = None if first is None else (key, None, *first)
-        for rank in ranks:
-            member, args = self.members[rank], (key, self._code_for(rank), operation, *arguments(rank))
-            ref = send_function(member, name, pickled(serve), *args, alone_within_s=alone_within_s, first=before)
-            requests[rank] = member, ref
-        return requests
+        return self._site.send(name, pickled(serve), given, alone_s=alone_s, first=before)
 
     def _code_for(self, rank: int) -> Any:
         """Return a reference to the code of an end; None if the worker has it."""
@@ -135,8 +135,8 @@ class Side:
         return self._code
 
     def wait(self, requests: Requests, timeout_s: float, *, all_of_them: bool = False) -> dict[int, Reply]:
-        """Wait for replies; see `collect`."""
-        replies = collect(self.group, requests, timeout_s, all_of_them=all_of_them)
+        """Wait for replies, as `Site.collect` does."""
+        replies = self._site.collect(requests, timeout_s, all_of_them=all_of_them)
         for rank, reply in replies.items():
             if reply.is_good and self.ends[rank].process == reply.worker.key:
                 self.ends[rank].installed = True
@@ -144,13 +144,8 @@ class Side:
 
     def cancel(self, requests: Requests, replies: Mapping[int, Reply]) -> None:
         """Keep the requests without a reply from starting."""
-        cancel(
-            {
-                rank: request
-                for rank, request in requests.items()
-                if rank not in replies or replies[rank].late is not None
-            }
-        )
+        late = {one: ref for one, ref in requests.items() if one.rank not in replies or replies[one.rank].late}
+        self._site.cancel(late)
 
     def release(self, epoch: int, ranks: Collection[int] | None = None) -> None:
         """Have the living ends, or some of them, drop the tensors of an attempt, without waiting for it."""

@@ -81,10 +81,10 @@ def test_commit_is_exclusive_on_asyncio_workers(groups, engine, gate, monkeypatc
         assert {before for before, _ in seen} >= {1.0, 4.0}
         ask = Side.ask
 
-        def ask_briefly(side, ranks, operation, arguments, *, alone_within_s=None, first=None):
+        def ask_briefly(side, ranks, operation, arguments, *, alone_s=None, first=None):
             """Let the commit alone wait for methods for a short time only, and not the steps before it."""
-            within_s = 0.5 if operation == "commit" else alone_within_s
-            return ask(side, ranks, operation, arguments, alone_within_s=within_s, first=first)
+            within_s = 0.5 if operation == "commit" else alone_s
+            return ask(side, ranks, operation, arguments, alone_s=within_s, first=first)
 
         monkeypatch.setattr(Side, "ask", ask_briefly)
         slow = engine.call("generate_until", gate)

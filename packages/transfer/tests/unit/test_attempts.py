@@ -6,7 +6,6 @@ import itertools
 import socket
 import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,32 +21,39 @@ from fairlead_workergroup.extension import Reply
 from ..ends import Worker
 
 
+@dataclass(frozen=True)
+class Process:
+    """A member of such a side."""
+
+    rank: int
+    node_id: str
+    key: int = 0
+    lost: None = None
+
+
 @dataclass
 class Here(Side):
     """A side whose workers are objects of this process, in `group`; requests run when they are made."""
 
     def __post_init__(self):
-        self.members = tuple(
-            SimpleNamespace(rank=rank, node_id=self.link, key=rank, lost=None) for rank in range(len(self.group))
-        )
+        self.members = tuple(Process(rank, self.link) for rank in range(len(self.group)))
         self.ends = {rank: EndState((rank, 0)) for rank in range(len(self.group))}
         self.served = [End((self.link, self.name)) for _ in self.group]
 
     def look(self):
         """Nothing changes here."""
 
-    def ask(self, ranks, operation, arguments, *, alone_within_s=None, first=None):
-        return {rank: (None, self.run(rank, operation, arguments(rank))) for rank in ranks}
+    def ask(self, ranks, operation, arguments, *, alone_s=None, first=None):
+        return {self.members[rank]: self.run(rank, operation, arguments(rank)) for rank in ranks}
 
     def run(self, rank, operation, args):
-        process = SimpleNamespace(key=None)
         try:
-            return Reply(process, asyncio.run(self.served[rank].serve(self.group[rank], operation, args)))
+            return Reply(self.members[rank], asyncio.run(self.served[rank].serve(self.group[rank], operation, args)))
         except ArithmeticError as error:
-            return Reply(process, error=error)
+            return Reply(self.members[rank], error=error)
 
     def wait(self, requests, timeout_s, *, all_of_them=False):
-        return {rank: reply for rank, (_, reply) in requests.items()}
+        return {member.rank: reply for member, reply in requests.items()}
 
     def cancel(self, requests, replies):
         """All requests have replies."""
@@ -56,7 +62,7 @@ class Here(Side):
 def make_attempt(source, target):
     """Return an attempt to send version 1 from a side to another one."""
     router = Router(source, target, Selection(lambda name: name, None, ()), "auto")
-    options = {"deadline": time.monotonic() + 60, "check_replicas": "first", "in_order": False}
+    options = {"deadline": time.monotonic() + 60, "check_replicas": "first"}
     return Attempt(source, target, router, States(target), itertools.count(1).__next__, 1, **options)
 
 

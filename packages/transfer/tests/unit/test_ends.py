@@ -2,7 +2,6 @@
 """What the ends of a link do in the workers, on numpy arrays and torch tensors."""
 
 import asyncio
-import os
 import random
 import subprocess
 import sys
@@ -15,9 +14,8 @@ import ray
 
 from fairlead_sharding import NamedSharding
 from fairlead_transfer import Layout, LocalTensor
-from fairlead_transfer._remote.entry import SHARED, note_weights
+from fairlead_transfer._remote.entry import SHARED
 from fairlead_transfer._remote.replies import Committed
-from fairlead_workergroup._remote.progress import NO_WEIGHTS, Record
 
 from ..ends import Ends, Worker
 from ..engines import leave_nothing
@@ -408,17 +406,3 @@ def test_tensors_that_change_before_the_commit():
     assert "'a': 'another box or dtype'" in reply.error
     assert not reply.inconsistent
     assert not target.tensors["a"].any()
-
-
-@pytest.mark.parametrize("version", [-1, 2**63, 2**70])
-def test_versions_that_a_record_cannot_hold(monkeypatch, version):
-    """The worker's record shows no version then, and works on."""
-    record = Record(["call"])
-    monkeypatch.setitem(sys.modules, "_fairlead_worker", types.SimpleNamespace(record=record))
-    note_weights(7)
-    assert record._weights == 7
-    note_weights(version)
-    assert record._weights == NO_WEIGHTS
-    note_weights(8)
-    assert record._weights == 8
-    os.close(record._file)

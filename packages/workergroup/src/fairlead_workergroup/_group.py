@@ -222,7 +222,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         return self._core.now.sharding
 
     def state(self) -> GroupState:
-        """Return who is in the group, its epoch, and what packages show of it, as they are now.
+        """Return who is in the group, and its epoch, as they are now.
 
         Returns:
             The state, which never changes.

@@ -4,7 +4,6 @@
 import contextlib
 import difflib
 import inspect
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from fairlead_venvs import VenvSpec
 
 from ._group import RayWorkerGroup
 from ._model import Place
+from ._observer import check_seconds
 from ._options import Restart, Timeouts, read_option
 from ._remote.describe import undecorate
 from ._start.builder import ClassLike, RayWorkerBuilder
@@ -164,26 +164,24 @@ def _naming_options(workers: int, cpus: int, gpus: float) -> Iterator[None]:
 def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) -> Mapping[str, int]:
     """Return the axes over the workers; refuse arguments of the constructor, and options that `launch` lacks."""
     options = [name for name in inspect.signature(launch).parameters if name not in ("worker", "axes")]
-    others = RayVirtualCluster, RayWorkerGroup
-    larger = {name: one for one in others for name in inspect.signature(one).parameters if name not in options}
     target: Any = worker.worker if isinstance(worker, RayWorkerBuilder) else worker
     cls = None if isinstance(target, str) else undecorate(target)
-    parameters = _constructor_parameters(cls)
     for name, size in axes.items():
-        if cls is not None and name in parameters:
+        if cls is not None and name in _constructor_parameters(cls):
             given = f"RayWorkerBuilder({cls.__name__}, {name}={size!r})"
             remedy = given if isinstance(worker, RayWorkerBuilder) else f"init_kwargs={{{name!r}: {size!r}}}"
             raise TypeError(f"{name} is a parameter of {cls.__name__}.__init__: pass {remedy}")
-        if one := larger.get(name) if name != "worker" or not isinstance(size, int) else None:
-            raise TypeError(f"launch has no option {name!r}: give it to {one.__name__}. See the docstring of launch.")
+        is_size = isinstance(size, int) and not isinstance(size, bool)
+        for other in (RayVirtualCluster, RayWorkerGroup):
+            if name in inspect.signature(other).parameters and not (name == "worker" and is_size):
+                text = f"launch has no option {name!r}: give it to {other.__name__}. See the docstring of launch."
+                raise TypeError(text)
         near = difflib.get_close_matches(name, options, 1, 0.8)
-        if near or name.startswith(_NO_AXES):
+        if near or not is_size or name.startswith(_NO_AXES):
             hint = f"Did you mean {near[0]}?" if near else f"Its options are {', '.join(options)}."
-            raise TypeError(f"launch has no option {name!r}, and {name}={size!r} is not an axis with its size. {hint}")
-        if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(
-                f"{name}={size!r} is not an axis with its size, which is a whole number of workers, and launch has no "
-                f"option {name!r}. Its options are {', '.join(options)}."
+                f"launch has no option {name!r}, and {name}={size!r} is not an axis with its size, which is a whole "
+                f"number of workers. {hint}"
             )
     if (workers is None) is (not axes):
         raise ValueError("launch needs the number of workers, as axes (dp=2, tp=2) or as workers=4, and not both")
@@ -192,14 +190,14 @@ def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) ->
     return axes if workers is None else {"worker": workers}
 
 
-def _constructor_parameters(cls: type | None) -> Collection[str]:
+def _constructor_parameters(cls: type) -> Collection[str]:
     """Return the parameters that the constructor of a class takes by name; none if Python cannot tell."""
     try:
-        parameters = inspect.signature(cls).parameters.values() if cls is not None else ()
+        parameters = inspect.signature(cls).parameters.values()
     except (TypeError, ValueError):
         return ()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in parameters if one.kind in by_name]
+    return [parameter.name for parameter in parameters if parameter.kind in by_name]
 
 
 def _check_start(init_args: object, init_kwargs: object, timeout_s: object, gpus: object) -> None:
@@ -207,8 +205,7 @@ def _check_start(init_args: object, init_kwargs: object, timeout_s: object, gpus
     for name, value, kinds in (("init_args", init_args, (list, tuple)), ("init_kwargs", init_kwargs, (dict,))):
         if not isinstance(value, kinds):
             raise TypeError(f"{name} must be a {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
+    check_seconds("timeout_s", timeout_s)
     if isinstance(gpus, bool) or not isinstance(gpus, (int, float)) or gpus < 0:
         raise ValueError(f"gpus_per_worker must be a number of at least 0, got {gpus!r}")
 

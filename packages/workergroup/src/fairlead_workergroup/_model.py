@@ -243,6 +243,60 @@ class GroupState:
             return "restarting"
         return "alive" if self.members[rank].lost is None else "dead"
 
+    def to_wire(self) -> dict[str, Any]:
+        """Return the state as plain data for other processes: names, places and processes, no values of users."""
+        members = [
+            {
+                **{name: getattr(member, name) for name in _ON_THE_WIRE},
+                "rank": member.rank,
+                "name": member.place.name,
+                "coords": dict(member.coords),
+                "address": member.place.slot.node_ip,
+                "tied_rank": member.place.tied_rank,
+            }
+            for member in self.members
+        ]
+        return {
+            "version": self.version,
+            "group_epoch": self.group_epoch,
+            "sharding": self.sharding.to_dict(),
+            "members": members,
+        }
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any]) -> "GroupState":
+        """Return the state in a process that has not made the group: without actors, and of places only the nodes.
+
+        Members that have no process yet count as restarting.
+        """
+        members = tuple(map(_read_member, data["members"]))
+        return cls(
+            data["version"],
+            data["group_epoch"],
+            NamedSharding.from_dict(data["sharding"]),
+            members,
+            phase="serving",
+            restarting=tuple(member.rank for member in members if not member.pid),
+        )
+
+
+_ON_THE_WIRE = ("incarnation", "restarts", "actor_id", "actor_name", "mark", "node_id", "pid", "started")
+
+
+def _read_member(row: Mapping[str, Any]) -> Member:
+    unknown: Any = None
+    slot = Slot(
+        placement_group=unknown,
+        bundle_index=-1,
+        node_idx=-1,
+        node_id=row["node_id"],
+        node_ip=row["address"],
+        node_rank=-1,
+        local_rank=-1,
+    )
+    place = Place(row["rank"], slot, row["name"], -1, row["tied_rank"], (-1, []), -1, -1, -1, row["coords"])
+    return Member(place, **{name: row[name] for name in _ON_THE_WIRE})
+
 
 @dataclass(frozen=True)
 class RestartPolicy:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.extension import choose_alive, head_deadline
+from fairlead_placement.extension import head_deadline
 
 from ._membership.core import Core
 from ._membership.losses import LOOK_S, NOT_NOTICED, explain, look_at_head
@@ -20,7 +20,7 @@ from ._remote.usage import measure
 
 STUCK_AFTER_S = 300.0
 # The entries of a node's answer that a status and a stuck worker show.
-STATUS_FIELDS = ("method", "running_s", "since_progress_s", "step", "message", "weights", "weights_age_s", "calls")
+STATUS_FIELDS = ("method", "running_s", "since_progress_s", "step", "message", "calls")
 STUCK_FIELDS = ("method", "running_s", "since_progress_s", "stacks", "note")
 
 
@@ -38,18 +38,16 @@ class Observer:
 
     def read_usage(self) -> list[WorkerUsage]:
         """Return the resources that each worker's process uses, by rank, as far as they are known."""
-        now = self._core.check_alive()
-        living = set(choose_alive({one.node_id for one in now.members}, timeout_s=HEAD_S))
-        there = [one for one in now.members if one.node_id in living and one.lost is None]
+        members = [member for member in self._core.check_alive().members if member.lost is None]
         before, self._measured = self._measured, {}
         usage = []
-        for one, row in zip(there, ask_nodes(there, measure), strict=True):
+        for member, row in zip(members, ask_nodes(members, measure), strict=True):
             if row is not None:
-                seconds, since = before.get(one.key, (0.0, row["started_s"]))
-                self._measured[one.key] = row["cpu_s"], row["measured_s"]
+                seconds, since = before.get(member.key, (0.0, row["started_s"]))
+                self._measured[member.key] = row["cpu_s"], row["measured_s"]
                 percent = 100 * max(0.0, row["cpu_s"] - seconds) / max(row["measured_s"] - since, 1e-3)
                 sizes = row["rss_bytes"], row["gpu_memory_bytes"]
-                usage.append(WorkerUsage(one.rank, percent, *sizes, row["num_threads"]))
+                usage.append(WorkerUsage(member.rank, percent, *sizes, row["num_threads"]))
         return usage
 
     def find_stuck(self, timeout_s: float, *, dump_stacks: bool) -> list[StuckWorker]:
@@ -60,41 +58,39 @@ class Observer:
     def _look(self, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:
         # Take the state before the requests: the next look reports a worker that is replaced during them.
         now = self._core.check_alive()
-        asked = [one for one in now.members if one.lost is None and one.rank not in now.restarting]
-        answers = ask_nodes(asked, look, stuck_after_s, dump)
-        rows: dict[int, Mapping[str, Any]] = {
-            one.rank: row for one, row in zip(asked, answers, strict=True) if row is not None and not row["gone"]
-        }
-        gone = [one for one, row in zip(asked, answers, strict=True) if row is not None and row["gone"]]
-        lost = {one: one.failure("killed", NOT_NOTICED) for one in gone}
-        if silent := [one for one, row in zip(asked, answers, strict=True) if row is None]:
+        asked = [member for member in now.members if member.lost is None and member.rank not in now.restarting]
+        answers: dict[Member, Any] = dict(zip(asked, ask_nodes(asked, look, stuck_after_s, dump), strict=True))
+        known = {member: row for member, row in answers.items() if row is not None}
+        rows: dict[int, Mapping[str, Any]] = {member.rank: row for member, row in known.items() if not row["gone"]}
+        lost = {member: member.failure("killed", NOT_NOTICED) for member, row in known.items() if row["gone"]}
+        if silent := answers.keys() - known.keys():
             with contextlib.suppress(HeadTimeoutError), head_deadline(HEAD_S):
                 lost |= look_at_head(silent)
         # The next call raises these losses, or restarts the workers, even if no call of the group has met them. A
         # change that is under way ends workers itself.
         present = self._core.now
-        if unexpected := {one: loss for one, loss in lost.items() if one.rank not in present.restarting}:
+        if unexpected := {member: loss for member, loss in lost.items() if member.rank not in present.restarting}:
             self._core.note(explain(self._core, unexpected, LOOK_S).items())
-        dead = {*now.lost, *(one.rank for one in lost)}
+        dead = {*now.lost, *(member.rank for member in lost)}
         states: dict[int, State] = {
-            one.rank: "restarting" if one.rank in now.restarting else state_of(one.rank in dead, rows.get(one.rank, {}))
-            for one in now.members
+            rank: state_of(rank in dead, rows.get(rank, {})) for rank in range(len(now.members))
         }
+        states |= dict.fromkeys(now.restarting, "restarting")
         statuses = [
             WorkerStatus(
-                rank=one.rank,
-                name=one.place.name,
-                coords=dict(one.coords),
-                state=states[one.rank],
-                node_id=one.node_id,
-                pid=one.pid,
-                incarnation=one.incarnation,
-                restarts=one.restarts,
-                **{name: value for name, value in rows.get(one.rank, {}).items() if name in STATUS_FIELDS},
+                rank=member.rank,
+                name=member.place.name,
+                coords=dict(member.coords),
+                state=states[member.rank],
+                node_id=member.node_id,
+                pid=member.pid,
+                incarnation=member.incarnation,
+                restarts=member.restarts,
+                **{name: value for name, value in rows.get(member.rank, {}).items() if name in STATUS_FIELDS},
             )
-            for one in now.members
+            for member in now.members
         ]
-        return statuses, [_stuck(one, rows[one.rank]) for one in now.members if states[one.rank] == "stuck"]
+        return statuses, [_stuck(member, rows[member.rank]) for member in now.members if states[member.rank] == "stuck"]
 
 
 class ObservedGroup:

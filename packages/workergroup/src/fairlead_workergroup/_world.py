@@ -5,15 +5,14 @@ Membership, and the collection of replies, use these functions only, so that wha
 that runs in a driver.
 """
 
-import contextlib
 import contextvars
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
@@ -21,59 +20,24 @@ from fairlead_placement.extension import OneTimeEvent, connection, run_in_thread
 
 from .exceptions import WorkerGroupError
 
-
-class Event(Protocol):
-    """The part of `threading.Event` that is used."""
-
-    def set(self) -> None: ...
-    def is_set(self) -> bool: ...
-    def wait(self, timeout: float | None = None) -> bool: ...
+Event = OneTimeEvent
 
 
-Lock = AbstractContextManager[Any]  # a `threading.RLock` in a `with` statement
-
-
-class World(Protocol):
+class World:
     """Everything that lets one thread run before another one, or takes time."""
 
-    def now(self) -> float:
-        """Return the time in seconds, which only grows."""
-
-    def lock(self) -> Lock:
-        """Return a lock that one thread at a time holds, for a time without waits.
-
-        It is reentrant: a signal handler or a finalizer may run on the thread that holds it.
-        """
-
-    def event(self) -> Event:
-        """Return an event that has not happened."""
-
-    def spawn(self, name: str, work: Callable[[], object]) -> None:
-        """Run a function on a thread of its own, in the context of the caller."""
-
-    def thread(self) -> int:
-        """Return the number of the calling thread."""
-
-    def wait(
-        self, refs: Sequence[Any], *, num_returns: int, timeout: float | None, fetch_local: bool
-    ) -> tuple[list[Any], list[Any]]:
-        """Wait as `ray.wait` does."""
-
-    def get(self, refs: list[Any], *, timeout: float | None) -> list[Any]:
-        """Return values as `ray.get` does."""
-
-
-class RealWorld:
-    """The world of a driver."""
-
-    lock = staticmethod(threading.RLock)
+    # Reentrant: a signal handler or a finalizer may run on the thread that holds one.
+    lock: Callable[[], AbstractContextManager[Any]] = staticmethod(threading.RLock)
     event = staticmethod(OneTimeEvent)
     thread = staticmethod(threading.get_ident)
     now = staticmethod(time.monotonic)
-    get = staticmethod(ray.get)
+    get: Callable[..., list[Any]] = staticmethod(ray.get)
 
     def spawn(self, name: str, work: Callable[[], object]) -> None:
-        """Start a thread that never starts a Ray; at the exit of the interpreter, which starts none, run it here."""
+        """Run a function on a thread of its own, in the context of the caller, that never starts a Ray.
+
+        At the exit of the interpreter, which starts no threads, run it here.
+        """
         try:
             run_in_thread(contextvars.copy_context().run, work, name=name)
         except RuntimeError:
@@ -89,18 +53,7 @@ class RealWorld:
         return done
 
 
-current: World = RealWorld()  # the world that everything runs in
-
-
-@contextlib.contextmanager
-def replaced_by(other: World) -> Iterator[None]:
-    """Run in another world during a block; for the simulation."""
-    global current
-    before, current = current, other
-    try:
-        yield
-    finally:
-        current = before
+current = World()  # the world that everything runs in; the simulation replaces it
 
 
 class Connection:

@@ -304,7 +304,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def format_coords(coords: Mapping[str, int]) -> str:
     """Return coordinates in parentheses after a space; an empty text for none."""
-    return f" ({', '.join(f'{axis}={at}' for axis, at in coords.items())})" if coords else ""
+    return f" ({', '.join(f'{axis}={index}' for axis, index in coords.items())})" if coords else ""
 
 
 def format_lines(workers: Sequence[object]) -> str:

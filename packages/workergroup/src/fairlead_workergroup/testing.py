@@ -25,11 +25,11 @@ from typing import Any
 from fairlead_placement.testing import assert_no_leaks
 
 from ._group import RayWorkerGroup
+from ._membership.core import find_core
 from ._model import Member
 from ._observe.query import ANSWER_S, ask_nodes
 from ._remote import faults
 from .exceptions import WorkerGroupError
-from .extension import read_members
 
 __all__ = ["assert_no_leaks", "kill", "resume", "stop"]
 
@@ -76,7 +76,7 @@ def _worker(group: RayWorkerGroup, rank: Any) -> Member:
         raise TypeError(f"rank must be an int, got {rank!r}")
     if not 0 <= rank < group.world_size:
         raise IndexError(f"rank {rank} is out of range: the group has ranks 0 to {group.world_size - 1}")
-    return read_members(group)[rank]
+    return find_core(group).check_alive()[rank]
 
 
 def _on_node(worker: Member, function: Callable[..., list[bool]], *more: Any) -> bool:

@@ -109,8 +109,9 @@ def _interface_of(address: str) -> str | None:
         wanted = str(ipaddress.ip_address(address.partition("%")[0]))
     except ValueError:  # `ray start` takes a host name too
         return None
-    held = ((name, one.address) for name, addresses in psutil.net_if_addrs().items() for one in addresses)
-    return next((name for name, one in held if one.partition("%")[0] == wanted), None)
+    interfaces = psutil.net_if_addrs().items()
+    held = ((name, entry.address.partition("%")[0]) for name, entries in interfaces for entry in entries)
+    return next((name for name, own in held if own == wanted), None)
 
 
 def axis_group(*axes: str) -> dist.ProcessGroup:
@@ -220,8 +221,8 @@ def broadcast_state(
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if source is not None and not 0 <= source < world:
         raise ValueError(f"source must be a rank of the process group, 0 to {world - 1}, got {source!r}")
-    tensors = [one.detach() for one in (*model.parameters(), *model.buffers())]
-    if any(hasattr(one, "placements") for one in tensors):
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    if any(hasattr(tensor, "placements") for tensor in tensors):
         raise TypeError(
             "broadcast_state copies whole replicas, and some parameters are DTensors, of which each rank holds a part"
         )
@@ -236,7 +237,7 @@ def broadcast_state(
     outline, moments = io.BytesIO(), list[torch.Tensor]()
     if rank == source:
         _OutlinePickler(outline, moments).dump({} if optimizer is None else optimizer.state_dict())
-    shapes = [(one.shape, one.dtype) for one in tensors]
+    shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
     plan = [(shapes, outline.getvalue())]
     dist.broadcast_object_list(plan, sender, group=group, device=device)
     agrees = torch.tensor([int(plan[0][0] == shapes)], device=device)

@@ -2,8 +2,10 @@
 """What packages that are built on groups of workers use."""
 
 import asyncio
+import gc
 import os
 import time
+import weakref
 
 import pytest
 import ray
@@ -14,8 +16,8 @@ from fairlead_workergroup import (
     RayWorkerGroup,
     WorkerFailureError,
     WorkerGroupError,
-    extension,
 )
+from fairlead_workergroup.extension import Site
 from fairlead_workergroup.testing import kill
 
 SLOTS = 2
@@ -56,14 +58,10 @@ class Overlapping(Worker):
             yield number
 
 
-def send(group, function, *args, ranks=None, **options):
-    snapshot = extension.read_members(group)
-    pickled = ray.cloudpickle.dumps(function)
-    chosen = range(group.world_size) if ranks is None else ranks
-    return {
-        rank: (snapshot[rank], extension.send_function(snapshot[rank], "a function", pickled, *args, **options))
-        for rank in chosen
-    }
+def send(site, function, *args, ranks=None, **options):
+    members = site.state().members
+    chosen = [one for one in members if ranks is None or one.rank in ranks]
+    return site.send("a function", ray.cloudpickle.dumps(function), dict.fromkeys(chosen, args), **options)
 
 
 def fail(worker):
@@ -74,42 +72,52 @@ def test_functions_and_replies(gate, wait_until_running):
     """A function gets the user's instance; replies are values, the worker's own errors, losses, or late."""
     with RayVirtualCluster([3], use_gpus=False) as cluster:
         group = RayWorkerGroup(cluster, RayWorkerBuilder(Worker))
-        before = extension.read_members(group)
-        for options in ({}, {"alone_within_s": 60.0}):
-            replies = extension.collect(group, send(group, lambda worker, x: worker.value() + x, 3, **options), 60)
+        site = Site(group)
+        before = site.state()
+        for options in ({}, {"alone_s": 60.0}):
+            replies = site.collect(send(site, lambda worker, x: worker.value() + x, 3, **options), 60)
             assert {rank: reply.value for rank, reply in replies.items()} == dict.fromkeys(range(3), 10)
             assert all(reply.is_good for reply in replies.values())
-        (failed,) = extension.collect(group, send(group, fail, ranks=[1]), 30).values()
+        (failed,) = site.collect(send(site, fail, ranks=[1]), 30).values()
         assert isinstance(failed.error, ArithmeticError)
         assert failed.worker.rank == 1
 
-        requests = send(group, wait_for, gate, ranks=[2])
+        requests = send(site, wait_for, gate, ranks=[2])
         wait_until_running(group, "<function>", 2)
-        (late,) = extension.collect(group, requests, 0.2).values()
+        (late,) = site.collect(requests, 0.2).values()
         assert late.late.rank == 2
         assert late.late.method == "<function>"
-        queued = send(group, lambda worker: setattr(worker, "seen", True), ranks=[2])
+        queued = send(site, lambda worker: setattr(worker, "seen", True), ranks=[2])
         time.sleep(0.3)  # long enough to reach the worker; the rest is right in any case
-        extension.cancel(queued)
+        site.cancel(queued)
         gate.touch()
-        (checked,) = extension.collect(
-            group, send(group, lambda worker: hasattr(worker, "seen"), ranks=[2]), 60
-        ).values()
+        (checked,) = site.collect(send(site, lambda worker: hasattr(worker, "seen"), ranks=[2]), 60).values()
         assert checked.value is False
 
         kill(group, 0)
-        replies = extension.collect(group, send(group, lambda worker: 1), 30, all_of_them=True)
+        replies = site.collect(send(site, lambda worker: 1), 30, all_of_them=True)
         assert replies[0].failure.kind == "killed"
         assert replies[1].is_good
         assert replies[2].is_good
-        after = extension.read_members(group)
+        after = site.state()
         assert after.version > before.version
         assert after[0].lost is not None
         with pytest.raises(WorkerFailureError):
             group.call("value")
         group.shutdown()
         with pytest.raises(WorkerGroupError, match="has been shut down"):
-            extension.read_members(group)
+            site.state()
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped without shutdown:ResourceWarning")
+def test_site_of_a_dropped_group(shared_cluster):
+    """A site does not keep its group alive."""
+    group = RayWorkerGroup(shared_cluster, Worker, [1])
+    site, dropped = Site(group), weakref.ref(group)
+    assert site.state().members[0].rank == 0
+    del group
+    gc.collect()
+    assert dropped() is None
 
 
 def test_function_that_has_an_asyncio_worker_for_itself(gate, wait_until_running):
@@ -124,24 +132,25 @@ def test_function_that_has_an_asyncio_worker_for_itself(gate, wait_until_running
         RayVirtualCluster([1], use_gpus=False) as cluster,
         RayWorkerGroup(cluster, RayWorkerBuilder(Overlapping), async_communication=True) as group,
     ):
+        site = Site(group)
         calls = [group.call("work", 0.05) for _ in range(20)]
         calls.append(group.call("items", 20))
-        requests = [send(group, alone, alone_within_s=60.0) for _ in range(3)]
+        requests = [send(site, alone, alone_s=60.0) for _ in range(3)]
         calls += [group.call("work", 0.05) for _ in range(20)]
         for request in requests:
-            assert extension.collect(group, request, 60)[0].value == (0, 0)
+            assert site.collect(request, 60)[0].value == (0, 0)
         for call in calls:
             call.result(timeout=60)
         assert group.call(lambda worker: worker.most, collect=()).result() > 1
 
         slow = group.call("work_until", gate)
         wait_until_running(group, "work_until", 0)
-        (reply,) = extension.collect(group, send(group, alone, alone_within_s=0.1), 60).values()
+        (reply,) = site.collect(send(site, alone, alone_s=0.1), 60).values()
         assert isinstance(reply.error, TimeoutError)
         assert "1 methods were still running" in str(reply.error)
         gate.touch()
         slow.result()
-        assert extension.collect(group, send(group, fail, alone_within_s=60.0), 60)[0].error.args == ("broken",)
+        assert site.collect(send(site, fail, alone_s=60.0), 60)[0].error.args == ("broken",)
         assert group.call("value").result() == [7]
 
 
@@ -159,7 +168,7 @@ def test_check_calls(shared_cluster, puts, requests):
             raise Refused(f"rank(s) {sorted(refused.intersection(ranks))} must not run {method!r}")
 
     with RayWorkerGroup(shared_cluster, Worker, [2]) as group:
-        end = extension.check_calls(group, check)
+        end = Site(group).check_calls(check)
         puts.clear()
         with pytest.raises(Refused, match="must not run 'value'"):
             group.call("value")

@@ -178,7 +178,8 @@ def test_registration(cluster, eventually):
 
     def registered():
         (found,) = [one for one in find_groups() if one.name == "elastic"]
-        return found.epoch, dict(found.shape), {(one.rank, one.pid) for one in found.members}
+        state = found.state
+        return state.group_epoch, dict(state.sharding.shape), {(one.rank, one.pid) for one in state.members}
 
     with make(cluster, name_prefix="elastic") as group:
         for epoch, size in enumerate((3, 1, 2), 1):

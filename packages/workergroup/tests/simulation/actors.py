@@ -255,7 +255,8 @@ class Actor:
             request.due = world.now() + float(request.args[0]["alone"])
             return
         number = request.ref.number
-        self.worker.ran.append(Ran(request.method, number, self.worker.epoch))
+        name = request.args[0]["method"] if request.method == "_fairlead_call" else request.method
+        self.worker.ran.append(Ran(name, number, self.worker.epoch))
         world.note(f"begins {request.method} of request {number} in epoch {self.worker.epoch}")
         self._ray.began(self, request)
         value = self._call(request)
@@ -320,10 +321,6 @@ class Actor:
     def _run_fairlead_apply(self, name: str, pickled: bytes, *args: Any, **kwargs: Any) -> Any:
         function = find_fact_function(name) or ray.cloudpickle.loads(pickled)
         return self._ray.run_in(self.worker, function, *args, **kwargs)
-
-    def _run_fairlead_cleanup(self, method: str) -> Any:
-        value = self._ray.run_method(self.worker, method)
-        return value if value is HANG or isinstance(value, Takes) else None
 
     def _run__ray_ready__(self) -> bool:
         return True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
-from fairlead_workergroup import Place
+from fairlead_workergroup import Place, _world
 from fairlead_workergroup._calls.call import Call
 from fairlead_workergroup._calls.plan import PlannedCall, Recipients
 from fairlead_workergroup._membership import operations, slots
@@ -31,7 +31,7 @@ from fairlead_workergroup._start.launch import late_error, start_error
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import Method, WorkerClass, describe_class
 from fairlead_workergroup._transport.replies import Request
-from fairlead_workergroup._world import Deadline, replaced_by
+from fairlead_workergroup._world import Deadline
 
 if TYPE_CHECKING:
     from .placement import PretendedPlacement
@@ -53,6 +53,17 @@ __all__ = [
     "replaced_by",
     "start_error",
 ]
+
+
+@contextlib.contextmanager
+def replaced_by(world: "SimulatedWorld") -> Iterator[None]:
+    """Run in another world during a block."""
+    before, _world.current = _world.current, world
+    try:
+        yield
+    finally:
+        _world.current = before
+
 
 # What Ray tells a driver about itself.
 CONTEXT = SimpleNamespace(
@@ -108,9 +119,9 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._start.environment.known_actor_environments": dict,
         # What a group publishes for other processes.
         "ray.get_runtime_context": lambda: CONTEXT,
-        f"{ours}._observe.registration.publish": lambda key, version, data: None,
-        f"{ours}._observe.registration.await_published": lambda key, **options: True,
-        f"{ours}._observe.registration.withdraw": lambda key: None,
+        f"{ours}._observe.board.publish": lambda key, version, data: None,
+        f"{ours}._observe.board.await_published": lambda key, **options: True,
+        f"{ours}._observe.board.withdraw": lambda key: None,
         f"{ours}._group.release_when_dropped": lambda *_: None,
         f"{ours}._group.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="simulated")),
         # Functions of this package that read the clock themselves, because agents need its times.

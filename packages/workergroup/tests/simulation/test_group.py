@@ -82,7 +82,7 @@ def test_cleanup_is_not_cut_short(change):
 
         tasks = [] if change == "none" else [world.start_task("changer", work)]
         assert group.shutdown("clean_up")
-        cleaned = {one.rank for one in ray.actors for ran in one.worker.ran if ran.method == "_fairlead_cleanup"}
+        cleaned = {one.rank for one in ray.actors for ran in one.worker.ran if ran.method == "clean_up"}
         assert cleaned >= {0, 1}, f"cleanup: only ranks {sorted(cleaned)}"
         world.join(tasks)
 

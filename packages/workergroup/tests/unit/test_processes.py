@@ -20,7 +20,6 @@ from ..processes import KINDS, find_reapers, read_pids, start_children
 GROUP = f"group-{os.getpid()}"
 
 MB = 1_000_000
-SIGNAL = signal.SIGRTMIN + 5
 
 
 def fork() -> int:
@@ -265,11 +264,8 @@ def start():
 
 
 def dumped(program):
-    file = os.pidfd_open(program.pid)
-    try:
-        return stacks.dump_stacks({file: (program.pid, SIGNAL)})[file]
-    finally:
-        os.close(file)
+    (found,) = stacks.dump_stacks([(program.pid, process.start_tick(program.pid))]).values()
+    return found
 
 
 def test_no_handler(start):
@@ -278,8 +274,9 @@ def test_no_handler(start):
     assert dumped(program) == ("", "no handler writes the stacks of this process")
     unregistered = start("""
         import faulthandler
-        from fairlead_workergroup._remote.stacks import write_stacks_on_signal
-        faulthandler.unregister(write_stacks_on_signal())
+        from fairlead_workergroup._remote.stacks import SIGNAL, write_stacks_on_signal
+        write_stacks_on_signal()
+        faulthandler.unregister(SIGNAL)
         print('ready', flush=True)
         input()
     """)

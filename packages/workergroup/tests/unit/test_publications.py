@@ -6,7 +6,7 @@ import pytest
 from fairlead_placement.extension import Board
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import WorkerGroupError
-from fairlead_workergroup._observe.publications import find_group, find_groups
+from fairlead_workergroup._observe.board import find_group, find_groups
 
 from ..faults import let_boards_have, publish, read_published
 
@@ -14,18 +14,11 @@ MESH = NamedSharding.from_shape(dp=2, tp=2)
 
 
 def board(epoch, *rows, **changes):
-    about = {
-        "id": "g",
-        "name": "policy",
-        "class": "Trainer",
-        "shape": MESH.shape,
-        "layout": MESH.to_dict(),
-    }
-    about |= {"created": 1.0, "namespace": "ns", "driver": {"job_id": "01"}, "epoch": epoch}
-    about |= {"publication": epoch, "methods": {}}
-    fields = {"name": "w", "coords": {}, "address": "", "started": 1, "restarts": 0, "actor_id": ""}
-    members = [{**fields, "mark": "", "incarnation": 0, **row} for row in rows]
-    return publish({**about, "members": members, **changes})
+    about = {"group_id": "g", "name": "policy", "namespace": "ns", "publication": epoch, "methods": {}}
+    fields = {"name": "w", "coords": {}, "address": "", "started": 1, "restarts": 0, "actor_id": "", "actor_name": ""}
+    members = [{**fields, "mark": "", "incarnation": 0, "tied_rank": 0, **row} for row in rows]
+    state = {"version": 1, "group_epoch": epoch, "sharding": MESH.to_dict(), "members": members}
+    return publish({**about, "state": state, **changes})
 
 
 def test_boards(monkeypatch):
@@ -38,8 +31,8 @@ def test_boards(monkeypatch):
     }
     let_boards_have(monkeypatch, boards)
     (found,) = find_groups()
-    assert [(one.rank, one.node_id, one.pid) for one in found.members] == [(0, "a", 1), (1, "b", 3)]
-    assert (found.epoch, found.publication, found.sharding, found.board) == (7, 7, MESH, first)
+    assert [(one.rank, one.node_id, one.pid) for one in found.state.members] == [(0, "a", 1), (1, "b", 3)]
+    assert (found.state.group_epoch, found.publication, found.state.sharding, found.board) == (7, 7, MESH, first)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +50,7 @@ def test_boards(monkeypatch):
 def test_name_or_id(asked, found, monkeypatch):
     """A name chooses before ids, and the beginning of an id counts from the six digits that are shown."""
     names = {"33": "c", "33cafe": "cafe00", "cafe00": "policy", "cafe11": "critic", "a": "twin", "b": "twin"}
-    boards = [board(1, id=one.ljust(32, "0"), name=name) for one, name in names.items()]
+    boards = [board(1, group_id=one.ljust(32, "0"), name=name) for one, name in names.items()]
     let_boards_have(monkeypatch, {Board("01", str(at), str(at), None): one for at, one in enumerate(boards)})
     if found not in names:
         with pytest.raises(WorkerGroupError, match=found):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from .collection import Collection, call, find_copies
-from .entry import find_shared, note_weights
+from .entry import find_shared
 from .replies import Channel, Committed, Described, Fetched, Place, Refused
 from .segment import Unread
 from .tensors import check_writable, copy_all, digest, find_overlapping, finish, join_pieces, library, part
@@ -181,7 +181,6 @@ class End:
         finally:
             # Also if a hook was cancelled, or Ctrl-C came.
             self._inconsistent = self._inconsistent or writing
-            note_weights(self.held)
             if self._staged == (epoch, version):
                 self._drop()
         return Committed(version=version, commit_s=time.monotonic() - began)

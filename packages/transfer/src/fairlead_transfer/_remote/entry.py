@@ -26,10 +26,3 @@ def serve(worker: Any, key: tuple[str, str], code: bytes | None, operation: str,
             return None
         ends[key] = ray.cloudpickle.loads(code)(key)
     return ends[key].serve(worker, operation, args)
-
-
-def note_weights(held: int | str | None) -> None:
-    """Record what this worker holds, for status displays; "inconsistent", and what it cannot hold, are none."""
-    record = getattr(sys.modules.get("_fairlead_worker"), "record", None)
-    if record is not None:
-        record.note_weights(held if isinstance(held, int) and 0 <= held < 1 << 63 else None)

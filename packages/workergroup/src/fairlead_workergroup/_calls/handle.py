@@ -16,14 +16,7 @@ from fairlead_sharding import NamedSharding
 
 from .._membership.core import Core
 from .._model import Member, Resize, RestartPolicy
-from .._observe.publications import (
-    ANSWER_S,
-    RegisteredGroup,
-    find_group,
-    read_group,
-    read_groups,
-)
-from .._observe.registration import KEY
+from .._observe.board import ANSWER_S, KEY, PublishedGroup, find_group, read_group, read_groups
 from .._observe.status import WorkerStatus
 from .._observer import STUCK_AFTER_S, Observer
 from .._ray_private import actor_id_of
@@ -76,11 +69,11 @@ class GroupIdentity:
                 "the handle in a process of that cluster, or call ray.shutdown() first."
             )
 
-    def read(self) -> RegisteredGroup:
+    def read(self) -> PublishedGroup:
         """Return the group as it is published now."""
-        if (found := read_group(self.group_id, self.job_id, self.worker_id)) is None:
+        if (group := read_group(self.group_id, self.job_id, self.worker_id)) is None:
             raise self.ended_error()
-        return found
+        return group
 
     def ended_error(self) -> WorkerGroupError:
         """Return the error for the use of a group that has ended."""
@@ -197,8 +190,7 @@ def attach(name: str, address: str | None = None) -> GroupHandle:
     init_ray(address=address or "auto")
     with head_deadline(HEAD_S):
         group = find_group(name)
-    driver = group.driver
-    return GroupHandle(GroupIdentity.here(group.name, group.group_id, driver["job_id"], driver["worker_id"]))
+    return GroupHandle(GroupIdentity.here(group.name, group.group_id, group.board.job_id, group.board.owner))
 
 
 class _ClientCore(Core):
@@ -206,9 +198,9 @@ class _ClientCore(Core):
 
     is_owner: ClassVar[bool] = False
 
-    def __init__(self, identity: GroupIdentity, group: RegisteredGroup, reading: threading.RLock) -> None:
-        places = [one.place for one in group.members]
-        super().__init__(group.name, places, group.sharding, policy=RestartPolicy(), remedy=REMEDY)
+    def __init__(self, identity: GroupIdentity, group: PublishedGroup, reading: threading.RLock) -> None:
+        state = group.state
+        super().__init__(group.name, state.places, state.sharding, policy=RestartPolicy(), remedy=REMEDY)
         self.described = Described(WorkerClass.from_dict(group.methods))
         self._identity = identity
         self._reading = reading  # that of the handle
@@ -250,7 +242,7 @@ class _ClientCore(Core):
         self.connection.check()
         with self._reading, head_deadline(HEAD_S):
             group, board, key = self._group, self._group.board, KEY + self._identity.group_id
-            answer = None if board is None else read_board(board, key, group.publication, timeout_s=ANSWER_S)
+            answer = read_board(board, key, group.publication, timeout_s=ANSWER_S)
             if not isinstance(answer, tuple):
                 self._adopt(self._identity.read())  # another agent may have taken its place
             elif answer[0] == 0:
@@ -263,13 +255,14 @@ class _ClientCore(Core):
         with self._reading:
             self._adopt(self._identity.read())
 
-    def _adopt(self, group: RegisteredGroup) -> None:
+    def _adopt(self, group: PublishedGroup) -> None:
         """Take over the members of a group as they are published."""
-        now = self.now
+        now, state = self.now, group.state
         handles = {one.actor_id: one.handle for one in now.members if one.handle is not None}
-        handles |= _find_actors([one for one in group.members if one.pid and one.actor_id not in handles], group)
+        new = [one for one in state.members if one.pid and one.actor_id not in handles]
+        handles |= _find_actors(new, group.namespace)
         members = []
-        for fresh in group.members:
+        for fresh in state.members:
             known = now.members[fresh.rank] if now.has([fresh.rank]) else fresh
             if known == fresh and known.lost is not None:  # a loss that this process has met
                 members.append(known)
@@ -279,19 +272,19 @@ class _ClientCore(Core):
             lost = None if handle is not None else fresh.failure("killed", cause)
             members.append(replace(fresh, handle=handle, lost=lost))
         resized = [
-            Resize(group.epoch, axis, now.sharding.shape[axis], size)
-            for axis, size in group.sharding.shape.items()
+            Resize(state.group_epoch, axis, now.sharding.shape[axis], size)
+            for axis, size in state.sharding.shape.items()
             if now.sharding.shape.get(axis, size) != size
         ]
         departed = dict(now.departed) | {member.rank: member for member in now.members}
         with self.turn:
             self._by_actor.update((one.actor_id, one) for one in members)
             self.advance(
-                group_epoch=group.epoch,
-                sharding=group.sharding if resized else now.sharding,
+                group_epoch=state.group_epoch,
+                sharding=state.sharding if resized else now.sharding,
                 members=tuple(members),
-                phase="serving",
-                restarting=tuple(row.rank for row in group.members if not row.pid),
+                phase=state.phase,
+                restarting=state.restarting,
                 departed={rank: one for rank, one in departed.items() if rank >= len(members)},
                 resizes=(*now.resizes, *resized),
             )
@@ -299,17 +292,17 @@ class _ClientCore(Core):
         self._group = group
 
 
-def _find_actors(rows: Sequence[Member], group: RegisteredGroup) -> dict[str, Any]:
+def _find_actors(members: Sequence[Member], namespace: str) -> dict[str, Any]:
     """Return the handles of workers that are alive, by the ids of their actors."""
 
-    def find(row: Member) -> Any:
+    def find(member: Member) -> Any:
         try:
-            return ray.get_actor(row.actor_name, namespace=group.namespace)
+            return ray.get_actor(member.actor_name, namespace=namespace)
         except ValueError:
             return None  # it has ended
 
     def find_all() -> list[Any]:
-        return [one.result() for one in run_each(find, rows, ASKED_AT_ONCE)]
+        return [job.result() for job in run_each(find, members, ASKED_AT_ONCE)]
 
-    found = ask_head("find the workers of a group", find_all) if rows else []
-    return {actor_id_of(handle): handle for handle in found if handle is not None}
+    handles = ask_head("find the workers of a group", find_all) if members else []
+    return {actor_id_of(handle): handle for handle in handles if handle is not None}

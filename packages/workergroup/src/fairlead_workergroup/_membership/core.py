@@ -304,16 +304,6 @@ class Core:
             if later.running() or later.set_running_or_notify_cancel():
                 later.set_exception(self.ended_error())
 
-    def wait_for_turn(self, deadline: Deadline) -> bool:
-        """Wait until every call that has begun to be sent is sent, and no change is under way; return if in time."""
-        while True:
-            with self.turn:
-                ends = self._change_ends
-            if ends is None:
-                return True
-            if not wait_for_event(ends, deadline):
-                return False
-
     def _try(self, call: PlannedCall) -> "Sent | list[WorkerFailure] | Event":
         """Send a call in its turn, or return the lost workers that it needs, or the event of the end of the change."""
         me = _world.current.thread()

@@ -18,9 +18,8 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from .._model import GroupState, Member, Place, configure_ask
-from .._observe.publications import ANSWER_S
+from .._observe.board import ANSWER_S, Publication, actor_name
 from .._observe.query import look_at_starts
-from .._observe.registration import Registration, actor_name
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
 from .._start.builder import RayWorkerBuilder
@@ -92,7 +91,7 @@ class Provisioner(Described):
         self._master_ports = read_master_ports(spec.options)
         self._now: Staged | None = None  # the present epoch
         self._arguments: _StoredArguments | None = None
-        self._registration: Registration | None = None
+        self._publication: Publication | None = None
 
     @property
     def has_one_port(self) -> bool:
@@ -119,8 +118,8 @@ class Provisioner(Described):
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         builder = RayWorkerBuilder(self.spec.builder.worker).with_methods(*self.spec.builder.methods)
         self.spec = dataclasses.replace(self.spec, builder=builder)
-        self._registration = Registration(self._core, self.spec.token, described.name, methods=described.to_dict())
-        self.owned.own(("publication",), self._registration.withdraw)
+        self._publication = Publication(self._core.name_prefix, self.spec.token, described.to_dict())
+        self.owned.own(("publication",), self._publication.withdraw)
         members = tuple(self._next_member(place, 0, 0) for place in places)
         return Staged(dataclasses.replace(before, members=members), described, workers, lease)
 
@@ -185,10 +184,10 @@ class Provisioner(Described):
 
     def publish(self, starting: Mapping[int, Member] | None = None, *, wait: bool = False) -> None:
         """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
-        if self._registration is not None and not self._core.ending:
-            self._registration.publish(starting or {})
+        if self._publication is not None and not self._core.ending:
+            self._publication.publish(self._core.now, starting or {})
             if wait:
-                self._registration.await_handles(ANSWER_S)
+                self._publication.await_handles(ANSWER_S)
 
     def commit(self, staged: Staged) -> None:
         """Use what was staged from now on."""

@@ -94,7 +94,8 @@ class Shutdown:
         except HeadTimeoutError:
             pass
         began = _world.current.now()
-        calls = {member.rank: member.handle._fairlead_cleanup.remote(cleanup_method) for member in living}
+        how = {"method": cleanup_method, "silent": True}
+        calls = {member.rank: member.handle._fairlead_call.remote(how) for member in living}
         errors, late = wait_for(calls, until, self._is_forced.is_set, patient=True)
         for rank, error in errors.items():
             logger.warning("The cleanup %r of rank %d failed: %s", cleanup_method, rank, error)

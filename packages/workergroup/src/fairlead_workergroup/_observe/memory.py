@@ -4,10 +4,10 @@
 import re
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Protocol, TypeVar
 
+from .._model import Member
 from .._remote.reaper import read_verdicts
-from .query import OnNode, ask_nodes
+from .query import ask_nodes
 
 # What callers allow may be over: a node that has no free CPU needs half a second to start what reads a verdict. A call
 # raises within a second of its deadline.
@@ -37,17 +37,7 @@ def parse_memory(size: int | str) -> int:
     return size
 
 
-class Guarded(OnNode, Protocol):
-    """A worker that has started, or is about to."""
-
-    @property
-    def actor_id(self) -> str: ...
-
-
-_Worker = TypeVar("_Worker", bound=Guarded)
-
-
-def find_killed(workers: Sequence[_Worker], within_s: float) -> dict[_Worker, str]:
+def find_killed(workers: Sequence[Member], within_s: float) -> dict[Member, str]:
     """Return the cause, with both numbers, of the ends of those workers that had passed their limit.
 
     A node that does not answer `VERDICT_S` after the time of the caller gives none.

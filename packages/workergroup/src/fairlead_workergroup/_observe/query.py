@@ -4,7 +4,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import ray
 
@@ -12,7 +12,6 @@ from fairlead_placement.extension import choose_alive, group_pairs, run_on_nodes
 
 from .._model import Member
 from .._remote.outside import look_from_outside
-from .._remote.process import Process
 from .._remote.progress import cancel_tasks, read_records
 from .._transport.replies import task_of
 from ..exceptions import LateWorker
@@ -26,8 +25,6 @@ ANSWER_S = 10.0
 LATE_S = 0.7
 # If Ray's head does not answer within this time, all nodes are asked, including dead ones.
 HEAD_S = 1.0
-
-
 # How long the nodes may take to find the processes of workers that start, and their stacks.
 STACKS_S = 2.0
 
@@ -39,17 +36,8 @@ class WorkerLook(NamedTuple):
     where: str
 
 
-class OnNode(Protocol):
-    """A worker with its node and its process."""
-
-    @property
-    def node_id(self) -> str: ...
-    @property
-    def key(self) -> Process: ...
-
-
 def ask_nodes(
-    workers: Sequence[OnNode],
+    workers: Sequence[Member],
     function: Callable[..., Any],
     *more: Any,
     what: Callable[[Any], Any] = lambda worker: worker.key,
@@ -67,20 +55,16 @@ def ask_nodes(
         return results
     within_s = ANSWER_S if within_s is None else within_s
     deadline = time.monotonic() + within_s
-    by_node = group_pairs((worker.node_id, at) for at, worker in enumerate(workers))
-    living = set(choose_alive(by_node, timeout_s=min(HEAD_S, within_s / 2))) if asks_head else by_node.keys()
-    asks = {
-        node_id: ([what(workers[at]) for at in members], *more)
-        for node_id, members in by_node.items()
-        if node_id in living
-    }
+    by_node = group_pairs((worker.node_id, index) for index, worker in enumerate(workers))
+    nodes = choose_alive(by_node, timeout_s=min(HEAD_S, within_s / 2)) if asks_head else by_node
+    asks = {node_id: ([what(workers[index]) for index in by_node[node_id]], *more) for node_id in nodes}
     for node_id, answers in run_on_nodes(function, asks, timeout_s=max(0.1, deadline - time.monotonic())).items():
         if isinstance(answers, Exception):
             if ray.is_initialized():  # otherwise another thread has ended Ray, and the workers with it
                 logger.warning("Cannot look at the workers on node %s: %s", node_id[:8], answers)
             continue
-        for at, answer in zip(by_node[node_id], answers, strict=True):
-            results[at] = answer
+        for index, answer in zip(by_node[node_id], answers, strict=True):
+            results[index] = answer
     return results
 
 
@@ -101,7 +85,7 @@ def late_workers(workers: Sequence[Member]) -> tuple[LateWorker, ...]:
     )
 
 
-def look_at_starts(workers: Sequence[Any]) -> list[WorkerLook | None]:
+def look_at_starts(workers: Sequence[Member]) -> list[WorkerLook | None]:
     """Return where each worker stands whose constructor has not finished; None if its node does not answer in time."""
     rows = ask_nodes(
         workers,

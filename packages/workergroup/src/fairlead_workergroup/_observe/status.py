@@ -27,8 +27,6 @@ class WorkerStatus:
         since_progress_s: seconds since it started or ended a method, yielded an item or called `report_progress`.
         step: the last step it reported; None if it has not reported one.
         message: the last message it reported.
-        weights: the version that a link of fairlead-transfer has put into place last; None without one.
-        weights_age_s: seconds since then; 0.0 without one.
         calls: how many method calls it has started.
         incarnation: how often its rank was started before.
         restarts: how many of these starts were restarts after a loss.
@@ -45,8 +43,6 @@ class WorkerStatus:
     since_progress_s: float = 0.0
     step: int | None = None
     message: str = ""
-    weights: int | None = None
-    weights_age_s: float = 0.0
     calls: int = 0
     incarnation: int = 0
     restarts: int = 0

@@ -36,9 +36,9 @@ def find_method_frames(stacks: str) -> tuple[Frame, ...]:
         elif line.rstrip().endswith("(most recent call first):"):
             threads.append([])
     for frames in threads:
-        for at, (file, _, function) in enumerate(frames):
+        for index, (file, _, function) in enumerate(frames):
             if "fairlead_workergroup/_remote/" in file and function in CALLERS:
-                return tuple(frames[:at])
+                return tuple(frames[:index])
     # faulthandler writes the newest thread first.
     return tuple(threads[-1]) if threads else ()
 
@@ -51,20 +51,20 @@ def find_innermost(stacks: str) -> str:
 
 def add_odd_ranks(stuck: Sequence[StuckWorker], statuses: Mapping[int, WorkerStatus]) -> list[StuckWorker]:
     """Add notes that name the ranks that are not in the method and Python frames where most of the group waits."""
-    places = {one.rank: (one.method, find_method_frames(one.stacks)) for one in stuck}
+    places = {worker.rank: (worker.method, find_method_frames(worker.stacks)) for worker in stuck}
     ((place, count),) = Counter(places.values()).most_common(1) or [((None, ()), 0)]
     odd = [rank for rank in statuses if places.get(rank) != place]
     if place[0] is None or count < 2 or count <= len(odd) or not odd:
         return list(stuck)
-    by_rank = {one.rank: one for one in stuck}
-    where = next((one.where for one in stuck if places[one.rank] == place and one.where), f"{place[0]!r}")
+    by_rank = {worker.rank: worker for worker in stuck}
+    where = next((worker.where for worker in stuck if places[worker.rank] == place and worker.where), f"{place[0]!r}")
     named = "; ".join(_describe(statuses[rank], by_rank.get(rank)) for rank in odd[:MOST_NAMED])
     named += f"; and {len(odd) - MOST_NAMED} others" if len(odd) > MOST_NAMED else ""
     of_odd = f"{count} others wait at {where}, this rank does not"
     of_others = f"{count - 1} others wait at the same place; not there: {named}"
     return [
-        replace(one, note="; ".join(filter(None, (one.note, of_odd if one.rank in odd else of_others))))
-        for one in stuck
+        replace(worker, note="; ".join(filter(None, (worker.note, of_odd if worker.rank in odd else of_others))))
+        for worker in stuck
     ]
 
 

@@ -29,8 +29,8 @@ def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, 
         return {}
     shown: dict[str, list[str] | None] = {}
     for kind, ids in own.items():
-        near = [one for slot in facts["slots"] for one in slot.get(kind, ())]
-        shared = [one for one in ids if Counter(near)[one] > 1]
+        near = [device for slot in facts["slots"] for device in slot.get(kind, ())]
+        shared = [device for device in ids if Counter(near)[device] > 1]
         if shared and not facts["share"]:
             raise RuntimeError(
                 f"other workers of the group on this node have {kind} {', '.join(shared)} too. Reserve a whole device "

@@ -22,10 +22,10 @@ from ray.exceptions import AsyncioActorExit, RayError
 
 from .describe import load
 from .devices import show_devices
+from .portable import make_portable
 from .process import mark_tree, start_tick
 from .progress import OverlappingRecord, Record
 from .reaper import start_reaper, verdict_of
-from .references import dump, has_references
 from .stacks import write_stacks_on_signal
 
 # Results that a worker has to run to get a value. An ObjectRef is awaitable too, but it is a value.
@@ -45,8 +45,8 @@ def add_to_path(entries: Sequence[str]) -> None:
         return
     rest = [path for path in sys.path if path not in entries]
     library = os.path.dirname(os.__file__)
-    at = rest.index(library) if library in rest else 0
-    sys.path[:] = [*rest[:at], *dict.fromkeys(entries), *rest[at:]]
+    index = rest.index(library) if library in rest else 0
+    sys.path[:] = [*rest[:index], *dict.fromkeys(entries), *rest[index:]]
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([*entries, *(path for path in inherited if path)])
 
@@ -91,7 +91,8 @@ class WorkerHost:
             limit = facts.pop("memory_limit")
             verdict = verdict_of(ray.get_runtime_context().get_actor_id()) if limit else ""
             start_reaper(facts["tree"], limit, verdict)
-        self._fairlead_record = self._fairlead_record_class(self._fairlead_methods, write_stacks_on_signal())
+        write_stacks_on_signal()
+        self._fairlead_record = self._fairlead_record_class(self._fairlead_methods)
         self._fairlead_key = self._fairlead_record.begin(0)
         published = types.ModuleType("_fairlead_worker")
         published.__dict__.update(facts=facts, record=self._fairlead_record)
@@ -135,7 +136,8 @@ class WorkerHost:
             self._fairlead_begin(how, [flat[0], *how["first"]], {})
         result = self._fairlead_begin(how, flat, kwargs)
         if "silent" in how:
-            _drain(result)
+            if inspect.isgenerator(result):
+                collections.deque(result, maxlen=0)
             return None
         return result
 
@@ -165,11 +167,6 @@ class WorkerHost:
             if type(result) in _UNFINISHED:
                 result = self._fairlead_loop().run_until_complete(_value(name, result))
         return result
-
-    def _fairlead_cleanup(self, method: str) -> None:
-        result = getattr(self._fairlead_instance, method)()
-        if not _drain(result):
-            self._fairlead_loop().run_until_complete(_run_to_end(result))
 
     def _fairlead_loop(self) -> asyncio.AbstractEventLoop:
         """Return the event loop of a worker whose async methods run one at a time."""
@@ -322,29 +319,25 @@ class ConcurrentHost(WorkerHost):
             while (item := await asyncio.to_thread(next, items, _END)) is not _END:
                 yield item
 
-    async def _fairlead_cleanup(self, method: str) -> None:  # type: ignore[override]
-        await _run_to_end(getattr(self._fairlead_instance, method)())
-
 
 async def _value(method: str, result: Any) -> Any:
     """Return the value of a coroutine, and refuse generators, whose first item Ray would return as the value."""
     while inspect.isawaitable(result) and not isinstance(result, ray.ObjectRef):
         result = await result
-    if isinstance(result, GeneratorType):
-        result.close()
-        raise TypeError(
-            f"{method!r} returned a generator, but is not a generator method, so its items cannot be streamed. "
-            f"Write `yield from ...` in {method!r} instead of `return ...`; if a decorator hides a generator method, "
-            "have it use functools.wraps, or yield the items itself."
-        )
+    kind, remedy = "a", f"Write `yield from ...` in {method!r} instead of `return ...`"
     if isinstance(result, AsyncGeneratorType):
         await result.aclose()
-        raise TypeError(
-            f"{method!r} returned an async generator, but is not an async generator method, so its items cannot be "
-            f"streamed. Make {method!r} an `async def` that yields them (`async for item in ...: yield item`); if a "
-            "decorator hides an async generator method, have it use functools.wraps, or yield the items itself."
-        )
-    return result
+        kind = "an async"
+        remedy = f"Make {method!r} an `async def` that yields them (`async for item in ...: yield item`)"
+    elif isinstance(result, GeneratorType):
+        result.close()
+    else:
+        return result
+    raise TypeError(
+        f"{method!r} returned {kind} generator, but is not {kind} generator method, so its items cannot be streamed. "
+        f"{remedy}; if a decorator hides {kind} generator method, have it use functools.wraps, or yield the items "
+        "itself."
+    )
 
 
 def _items(method: str, result: Any) -> Any:
@@ -367,15 +360,8 @@ async def _run_to_end(result: Any) -> None:
     elif inspect.isasyncgen(result):
         async for _ in result:
             pass
-    else:
-        _drain(result)
-
-
-def _drain(result: Any) -> bool:
-    """Run a result to its end if it is a generator; return whether it is."""
-    if is_generator := inspect.isgenerator(result):
+    elif inspect.isgenerator(result):
         collections.deque(result, maxlen=0)
-    return is_generator
 
 
 def _get_values(arguments: Iterable[Any]) -> dict[Any, Any]:
@@ -497,55 +483,3 @@ def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
             return await _value(method, result) if kind == "async" or type(result) in _UNFINISHED else result
 
     return delegate
-
-
-def make_portable(error: BaseException) -> None:
-    """Change an exception so that its pickled copy has its class, its text and its attributes.
-
-    If its own way of pickling fails to do that, the copy is made without a call of `__init__`, and without values that
-    do not pickle; a note on the exception names these. If that fails too, the exception is not changed. References and
-    actor handles do not pickle here: Ray pickles exceptions apart from their task, and would keep the objects for the
-    life of the worker.
-    """
-    for member in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
-        make_portable(member)
-    if _survives_pickling(error):
-        return
-    parts = [(f"argument {at}", value) for at, value in enumerate(error.args)]
-    parts += [(f"attribute {name!r}", value) for name, value in vars(error).items()]
-    left_out = [
-        f"{name} (holds a reference)" if has_references(value) else name for name, value in parts if not _pickles(value)
-    ]
-    if left_out:
-        error.add_note(f"left out on the way from the worker, as it does not pickle: {', '.join(left_out)}")
-    args = tuple(value if _pickles(value) else f"<{type(value).__qualname__}>" for value in error.args)
-    attributes = {name: value for name, value in vars(error).items() if _pickles(value)}
-    cls = type(error)
-    # Use the `__new__` of a built-in class, such as OSError: that of the user's class may take other arguments.
-    native = next(base for base in cls.__mro__ if base.__module__ == "builtins" and "__new__" in vars(base))
-    # Set `args` as an attribute too, because OSError leaves its arguments to the user's `__init__`.
-    reduced = (native.__new__, (cls, *args), {**attributes, "args": args})
-    vars(error)["__reduce_ex__"] = lambda protocol: reduced
-    if type(_copy(error)) is not cls:
-        del vars(error)["__reduce_ex__"]
-
-
-def _survives_pickling(error: BaseException) -> bool:
-    copy = _copy(error)
-    try:
-        return type(copy) is type(error) and str(copy) == str(error)
-    except Exception:  # noqa: BLE001  a `__str__` of the user may need an attribute that the copy lacks
-        return False
-
-
-def _pickles(value: Any) -> bool:
-    return _copy((value,)) is not None
-
-
-def _copy(value: Any) -> Any:
-    """Return a pickled copy of a value; None if it cannot be pickled or holds references or actor handles."""
-    try:
-        frames = dump(value)
-        return None if frames is None else ray.cloudpickle.loads(frames[0], buffers=frames[1:])
-    except Exception:  # noqa: BLE001  classes of the user may raise anything
-        return None

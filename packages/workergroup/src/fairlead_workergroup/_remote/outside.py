@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The look at the workers of a node, from another process of that node. Shipped by value."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
-from .process import Process, process_state, read_marks, read_processes
+from .process import Process, read_marks, read_processes
 from .progress import look
 
 # A process, and what the identity of the worker begins with, which finds the process while it is not known.
@@ -13,39 +12,21 @@ Registered = tuple[int, int, str]
 
 
 def look_from_outside(workers: Sequence[Registered], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
-    """Return what `look` says of workers, with their processes; one that is starting without a process is `missing`."""
+    """Return what `look` says of workers, and the `pid` of each, which is 0 if it is starting without a process."""
     processes = _find_starting(workers)
-    rows = look([(pid, started) for pid, started in processes], stuck_after_s, dump)
-    return [
-        {
-            **row,
-            "pid": pid,
-            "started": started,
-            "process": process_state(pid) if pid else "",
-            "rss_bytes": _resident(pid) if pid and not row["gone"] else 0,
-            "missing": pid == 0,
-        }
-        for row, (pid, started) in zip(rows, processes, strict=True)
-    ]
+    rows = look(processes, stuck_after_s, dump)
+    return [{**row, "pid": pid} for row, (pid, _) in zip(rows, processes, strict=True)]
 
 
 def _find_starting(workers: Sequence[Registered]) -> list[Process]:
     """Return the process of each worker; (0, -1) for one that has none yet."""
-    wanted = {mark.encode(): at for at, (pid, _, mark) in enumerate(workers) if pid == 0}
+    wanted = {mark.encode(): index for index, (pid, _, mark) in enumerate(workers) if pid == 0}
     processes = [(pid, started) for pid, started, _ in workers]
     if wanted:
-        for pid, (_, started) in read_processes().items():
+        for pid, (_, _, started) in read_processes().items():
             for mark, itself in read_marks((pid, started)):
                 # An identity is the mark with the number of the incarnation.
-                at = wanted.get(mark.rpartition(b"-")[0] + b"-")
-                if itself and at is not None and started > processes[at][1]:
-                    processes[at] = (pid, started)
+                index = wanted.get(mark.rpartition(b"-")[0] + b"-")
+                if itself and index is not None and started > processes[index][1]:
+                    processes[index] = (pid, started)
     return processes
-
-
-def _resident(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0  # it has just ended

@@ -10,12 +10,10 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 # A pid and a start tick, because the system reuses pids.
 Process = tuple[int, int]
-# The process group and the start tick of each process of a machine, by pid.
-Table = Mapping[int, tuple[int, int]]
 # An identity, and whether the process is the worker itself.
 Mark = tuple[bytes, bool]
 
@@ -69,27 +67,20 @@ class Trees:
         """Return the workers and what they have started that run now."""
         processes = read_processes()
         members: set[Process] = set()
-        for pid, (_, started) in processes.items():
+        for pid, (_, _, started) in processes.items():
             marks = read_marks((pid, started)) if started >= self._since else []
             if ours := [itself for mark, itself in marks if (mark + b"-").startswith(self._marks)]:
                 (self._workers if any(ours) else members).add((pid, started))
-        leaders = {pid for pid, started in self._workers if self._leads(pid, started, processes)}
+        # A worker may have ended. While its process group has members, no other process gets its pid. Later, a daemon
+        # or a reaper may run in a group of this number. Its leader, which has ended too, led a session, as no worker.
+        leaders = {pid for pid, started in self._workers if pid not in processes or processes[pid][2] == started}
         members.update(
             (pid, started)
-            for pid, (group, started) in processes.items()
-            if group in leaders and (group in processes or session_of(pid) != group)
+            for pid, (group, session, started) in processes.items()
+            if group in leaders and (group in processes or session != group)
         )
-        running = {(pid, started) for pid, (_, started) in processes.items()}
+        running = {(pid, started) for pid, (_, _, started) in processes.items()}
         return sorted(self._workers & running), sorted(members - self._workers)
-
-    @staticmethod
-    def _leads(pid: int, started: int, processes: Table) -> bool:
-        """Return whether the process group of this number is that of a worker, which may have ended.
-
-        While a process group has members, its number is not the pid of another process. Later, a daemon or a reaper may
-        run in a group of this number whose leader has ended too. That leader led a session, as no worker does.
-        """
-        return processes.get(pid, (pid, started)) == (pid, started)
 
 
 def end_trees(
@@ -201,10 +192,11 @@ def _wait(processes: Sequence[Process], until: float) -> None:
         pause = min(2 * pause, 0.1)
 
 
-def read_processes() -> dict[int, tuple[int, int]]:
-    """Return the process group and the start tick of every process except zombies, by pid."""
+def read_processes() -> dict[int, tuple[int, int, int]]:
+    """Return the process group, the session and the start tick of every process except zombies, by pid."""
     stats = {int(name): read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
-    return {pid: (int(stat[2]), int(stat[19])) for pid, stat in stats.items() if stat and stat[0] not in ZOMBIE}
+    running = {pid: stat for pid, stat in stats.items() if stat and stat[0] not in ZOMBIE}
+    return {pid: (int(stat[2]), int(stat[3]), int(stat[19])) for pid, stat in running.items()}
 
 
 def read_stat(pid: int) -> list[str]:
@@ -225,12 +217,6 @@ def start_tick(pid: int) -> int:
 def process_state(pid: int) -> str:
     """Return the state in /proc: "R" running, "S" sleeping, "D" uninterruptible, "T" stopped; "" if it has ended."""
     return next(iter(read_stat(pid)), "")
-
-
-def session_of(pid: int) -> int:
-    """Return the session of a process, the pid of the process that leads or led it; 0 if the process has ended."""
-    stat = read_stat(pid)
-    return int(stat[3]) if stat else 0
 
 
 def make_memory_file(name: str, size: int) -> tuple[int, mmap.mmap]:
@@ -267,8 +253,8 @@ def read_marks(process: Process) -> list[Mark]:
     marks: list[Mark] = []
     with contextlib.suppress(OSError):  # it has ended, or belongs to another user
         with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-        marks += [(value, False) for name, _, value in (one.partition(b"=") for one in variables) if name == VARIABLE]
+            variables = [variable.partition(b"=") for variable in file.read().split(b"\0")]
+        marks += [(value, False) for name, _, value in variables if name == VARIABLE]
         with open(f"/proc/{pid}/maps", "rb") as file:
             mapped = file.read()
         for line in mapped.splitlines() if PAGE in mapped else ():

@@ -7,7 +7,6 @@ the system reuses pids.
 """
 
 import contextlib
-import fcntl
 import json
 import operator
 import os
@@ -19,29 +18,24 @@ from typing import Any
 
 import ray
 
-from .process import Process, make_memory_file, open_memory_file, open_process, process_state, start_tick
+from .process import Process, make_memory_file, open_memory_file, process_state, start_tick
 from .stacks import dump_stacks
 
 NAME = "fairlead-worker"
 # Formats are text: a struct.Struct does not pickle, and this module is shipped by value.
-# Version, calls, method (an index, -1 if idle), start, last progress, step, version of the weights and its time, task,
-# number of the message, whether it waits for others, version again.
-STATE = "<QQqddqqd24sBBQ"
+# Version, calls, method (an index, -1 if idle), start, last progress, step, task, number of the message,
+# whether it waits for others, version again.
+STATE = "<QQqddq24sBBQ"
 STATES_AT = 0, 128
 # Each message is a length, then UTF-8. The message that the state does not name may be overwritten.
 MESSAGES_AT, MESSAGE_BYTES = (256, 528), 256
-# Whether the ids of cancelled tasks follow the record in its file. The worker takes them from there.
+# Whether ids of cancelled tasks have been added at the end of the file since the worker has read them.
 CANCELLED_AT, ID_BYTES = 800, 24
-# A length, then JSON: the names of the methods, and the signal that makes the worker write its stacks (0 for none).
-ABOUT_AT = CANCELLED_AT + 8
+# A length, then JSON: the names of the methods.
+NAMES_AT = CANCELLED_AT + 8
 TRIES = 10_000
-# The entries of a record that only processes of its node need; the answers of all nodes meet in one process.
-OF_NODE = ("task", "dump_signal")
-# The worker holds the lock for microseconds, unless it is stopped.
-LOCK_S = 2.0
 NO_STEP = -(2**63)
 IDLE = -1
-NO_WEIGHTS = -1
 # What runs: the method, its start, and its task.
 Running = tuple[int, float, bytes]
 NOTHING: Running = (IDLE, 0.0, b"")
@@ -50,19 +44,18 @@ NOTHING: Running = (IDLE, 0.0, b"")
 class Record:
     """Write the record of this process, and check whether a task that starts has been cancelled."""
 
-    def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
-        about = json.dumps({"methods": list(methods), "dump_signal": dump_signal}).encode()
-        self._size = size = ABOUT_AT + 8 + len(about)
+    def __init__(self, methods: Sequence[str]) -> None:
+        names = json.dumps(list(methods)).encode()
+        self._read_to = size = NAMES_AT + 8 + len(names)
         self._file, self._page = make_memory_file(NAME, size)
-        struct.pack_into("<Q", self._page, ABOUT_AT, len(about))
-        self._page[ABOUT_AT + 8 : size] = about
+        struct.pack_into("<Q", self._page, NAMES_AT, len(names))
+        self._page[NAMES_AT + 8 : size] = names
         # The cancelled tasks that have not had their turn.
         self._cancelled: set[bytes] = set()
         # Ray's account of what runs here. To ask for it starts a Ray where none runs, so the first task does.
         self._context: Any = None
         self._calls = 0
         self._step = NO_STEP
-        self._weights, self._weights_at = NO_WEIGHTS, 0.0
         self._message = 0
         # Several threads may report progress. Reentrant, because a signal handler may report progress too.
         self._messaging = threading.RLock()
@@ -132,11 +125,6 @@ class Record:
             self._message = free
             self._write(time.monotonic())
 
-    def note_weights(self, version: int | None) -> None:
-        """Record the version of the weights that has been put into place; None if they are of none."""
-        self._weights, self._weights_at = NO_WEIGHTS if version is None else version, time.monotonic()
-        self._write(self._weights_at)
-
     def _write(self, progressed: float) -> None:
         # No lock: Python switches threads and runs signal handlers only between calls, and the write is a single call.
         method, started, task = self._now
@@ -150,8 +138,6 @@ class Record:
             started,
             progressed,
             self._step,
-            self._weights,
-            self._weights_at,
             task,
             self._message,
             self._waiting > 0,
@@ -161,13 +147,11 @@ class Record:
     def _is_cancelled(self, task: bytes) -> bool:
         """Return whether a task whose turn it is was cancelled, and forget it."""
         if self._page[CANCELLED_AT]:
-            is_alone = _lock(self._file, fcntl.LOCK_EX, 0.0)
-            ids = os.pread(self._file, os.fstat(self._file).st_size - self._size, self._size)
-            self._cancelled.update(ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES))
-            if is_alone:  # otherwise the ids stay in the file, and are read again the next time
-                os.ftruncate(self._file, self._size)
-                self._page[CANCELLED_AT] = 0
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._page[CANCELLED_AT] = 0  # before the ids are read: others add an id first, and set this afterwards
+            ids = os.pread(self._file, os.fstat(self._file).st_size - self._read_to, self._read_to)
+            complete = len(ids) - len(ids) % ID_BYTES
+            self._cancelled.update(ids[start : start + ID_BYTES] for start in range(0, complete, ID_BYTES))
+            self._read_to += complete
         was_cancelled = task in self._cancelled
         self._cancelled.discard(task)
         return was_cancelled
@@ -176,9 +160,9 @@ class Record:
 class OverlappingRecord(Record):
     """Write the record of a worker whose async methods overlap; it shows the method that has run longest."""
 
-    def __init__(self, methods: Sequence[str], dump_signal: int = 0) -> None:
+    def __init__(self, methods: Sequence[str]) -> None:
         self._running: dict[int, Running] = {}
-        super().__init__(methods, dump_signal)
+        super().__init__(methods)
 
     def begin(self, method: int) -> int:
         """Record that a method starts, as `Record.begin` does.
@@ -222,19 +206,20 @@ def read_record(file: int) -> dict[str, Any]:
         # The worker takes no lock. A state is complete if two reads agree and both its versions are equal.
         before, seen = seen, os.pread(file, CANCELLED_AT, 0)
         if seen == before:
-            states = [struct.unpack_from(STATE, seen, at) for at in STATES_AT]
+            states = [struct.unpack_from(STATE, seen, offset) for offset in STATES_AT]
             complete = [state for state in states if state[0] == state[-1]]
         if complete:
             break
     else:
         raise TimeoutError(f"The worker wrote its record during each of {TRIES} attempts to read it.")
-    _, calls, method, started, progressed, step, weights, weights_at, task, shown, waiting, _ = max(complete)
+    _, calls, method, started, progressed, step, task, shown, waiting, _ = max(complete)
     now = time.monotonic()
-    about = _read_about(file)
+    (length,) = struct.unpack("<Q", os.pread(file, 8, NAMES_AT))
+    methods = json.loads(os.pread(file, length, NAMES_AT + 8))
     (length,) = struct.unpack_from("<Q", seen, MESSAGES_AT[shown])
     message = seen[MESSAGES_AT[shown] + 8 :][:length].decode(errors="ignore")
     return {
-        "method": None if method == IDLE else about["methods"][method],
+        "method": None if method == IDLE else methods[method],
         "running_s": 0.0 if method == IDLE else now - started,
         "since_progress_s": now - progressed,
         "step": None if step == NO_STEP else step,
@@ -242,41 +227,14 @@ def read_record(file: int) -> dict[str, Any]:
         "calls": calls,
         "task": b"" if method == IDLE else task,
         "waiting": bool(waiting),
-        # Most workers have none, and the answers of all nodes meet in one process.
-        **({} if weights == NO_WEIGHTS else {"weights": weights, "weights_age_s": now - weights_at}),
-        **about,
     }
 
 
-def _read_about(file: int) -> Any:
-    (length,) = struct.unpack("<Q", os.pread(file, 8, ABOUT_AT))
-    return json.loads(os.pread(file, length, ABOUT_AT + 8))
-
-
-def write_cancelled(file: int, tasks: Sequence[bytes]) -> bool:
-    """Prevent a worker from starting these tasks; return False if it was stopped in the middle of taking others."""
-    if not _lock(file, fcntl.LOCK_SH, LOCK_S):
-        return False
-    try:
-        with open(f"/proc/self/fd/{file}", "ab", buffering=0) as end:
-            end.write(b"".join(tasks))
-        os.pwrite(file, b"\1", CANCELLED_AT)
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
-    return True
-
-
-def _lock(file: int, how: int, within_s: float) -> bool:
-    """Lock an open record, and return whether that was possible in time; the kernel unlocks it after a kill."""
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
-            fcntl.flock(file, how | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.001)
+def write_cancelled(file: int, task: bytes) -> None:
+    """Prevent a worker from starting a task. It may be stopped: it reads the id when a task starts."""
+    with open(f"/proc/self/fd/{file}", "ab", buffering=0) as end:
+        end.write(task)
+    os.pwrite(file, b"\1", CANCELLED_AT)
 
 
 @contextlib.contextmanager
@@ -296,9 +254,7 @@ def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
     records: list[dict[str, Any] | None] = []
     for process in processes:
         with record_file(process) as file:
-            record = None if file is None else try_read(file)
-            if record is not None:
-                del record["methods"]
+            record = None if file is None else _try_read(file)
             records.append(record)
     return records
 
@@ -306,27 +262,21 @@ def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
 def look(processes: Sequence[Process], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
     """Return each worker's record, `gone`, `stuck` (busy or stopped without progress), and `stacks` or a `note`."""
     rows: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as open_files:
-        dumps: dict[int, tuple[int, int]] = {}
-        row_of: dict[int, dict[str, Any]] = {}
-        for process, record in zip(processes, read_records(processes), strict=True):
-            pid, started = process
-            row = {**(record or {}), "gone": start_tick(pid) != started, "stuck": False, "stacks": "", "note": ""}
-            rows.append(row)
-            if record is None:
-                continue
+    stuck: dict[Process, dict[str, Any]] = {}
+    for process, record in zip(processes, read_records(processes), strict=True):
+        pid, started = process
+        row = {**(record or {}), "gone": start_tick(pid) != started, "stuck": False, "stacks": "", "note": ""}
+        rows.append(row)
+        if record is not None:
+            del row["task"]  # only processes of the node need it, and the answers of all nodes meet in one process
             stopped = process_state(pid) == "T"
             if stopped:
                 row["note"] = "the process has been stopped (SIGSTOP)"
             row["stuck"] = bool(record["method"] or stopped) and record["since_progress_s"] >= stuck_after_s
-            if row["stuck"] and dump and (file := open_process(process)) is not None:
-                open_files.callback(os.close, file)
-                dumps[file], row_of[file] = (pid, record["dump_signal"]), row
-        for file, (stacks, note) in dump_stacks(dumps).items():
-            row_of[file].update(stacks=stacks, note=note)
-    for row in rows:
-        for name in OF_NODE:
-            row.pop(name, None)
+            if row["stuck"]:
+                stuck[process] = row
+    for process, (stacks, note) in dump_stacks([*stuck]).items() if dump else ():
+        stuck[process].update(stacks=stacks, note=note)
     return rows
 
 
@@ -338,12 +288,13 @@ def cancel_tasks(tasks: Sequence[tuple[Process, bytes]]) -> list[bool]:
             if file is None:
                 running.append(False)
                 continue
-            is_noted, record = write_cancelled(file, [task]), try_read(file)
-            running.append(not is_noted or record is None or record["task"] == task)
+            write_cancelled(file, task)
+            record = _try_read(file)
+            running.append(record is None or record["task"] == task)
     return running
 
 
-def try_read(file: int) -> dict[str, Any] | None:
+def _try_read(file: int) -> dict[str, Any] | None:
     """Return the content of a record; None if it stays busy, so that the other workers of the node are reported."""
     try:
         return read_record(file)

@@ -4,67 +4,64 @@
 faulthandler writes them without the interpreter, even while a native call holds the GIL.
 """
 
+import contextlib
 import faulthandler
 import fcntl
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-from .process import open_memory_file, process_state
+from .process import Process, open_memory_file, process_state, send_signal
 
 NAME = "fairlead-stacks"
+# Only stuck processes get it, because it ends sleeps and polls early.
+SIGNAL = int(signal.SIGRTMIN + 5)
 # How long all processes of one request together may take to write their stacks.
 WRITE_S = 5.0
 
 
-def write_stacks_on_signal() -> int:
-    """Write all stacks on a signal, and return it. Signal only stuck processes, as it ends sleeps and polls early."""
-    chosen = signal.SIGRTMIN + 5
+def write_stacks_on_signal() -> None:
+    """Have this process write all its stacks on `SIGNAL`."""
     file = os.memfd_create(NAME)
     # A reader empties the file before it sends the signal; with O_APPEND the stacks then begin at the start.
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
-    faulthandler.register(chosen, file=file, all_threads=True, chain=False)
-    return int(chosen)
+    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
 
 
-def dump_stacks(asked: Mapping[int, tuple[int, int]]) -> dict[int, tuple[str, str]]:
-    """Make processes write their stacks; return the stacks, or why there are none. All are keyed by pidfd."""
-    found: dict[int, tuple[str, str]] = {}
-    waiting: dict[int, tuple[int, int, int, int]] = {}
-    for process, (pid, number) in asked.items():
-        state = process_state(pid)
-        file = open_memory_file(pid, NAME)
-        if state == "T":
-            found[process] = "", "the process has been stopped (SIGSTOP): it writes nothing until it is continued"
-        elif not number or file is None or not _signals(pid, "SigCgt") & _bit(number):
-            # Without a handler the signal would end the process.
-            found[process] = "", "no handler writes the stacks of this process"
-        else:
-            fcntl.flock(file, fcntl.LOCK_EX)  # against other readers, which hold it for at most WRITE_S
-            os.ftruncate(file, 0)
-            handling = _count_handlers(pid, number)
-            # These signals queue up, and one that is pending is enough.
-            if not _signals(pid, "ShdPnd") & _bit(number):
-                signal.pidfd_send_signal(process, number)
-            waiting[process] = pid, number, file, handling
-            continue
-        if file is not None:
-            os.close(file)
-    deadline = time.monotonic() + WRITE_S
-    for process, (pid, number, file, handling) in waiting.items():
-        try:
-            found[process] = _wait_for_stacks(pid, number, file, handling, deadline)
-        finally:
-            os.close(file)
-    return found
+def dump_stacks(processes: Sequence[Process]) -> dict[Process, tuple[str, str]]:
+    """Make processes write their stacks; return the stacks of each, or why there are none."""
+    answers: dict[Process, tuple[str, str]] = {}
+    waiting: dict[Process, tuple[int, int]] = {}
+    with contextlib.ExitStack() as files:
+        for process in processes:
+            pid, _ = process
+            file = open_memory_file(pid, NAME)
+            if file is not None:
+                files.callback(os.close, file)
+            if process_state(pid) == "T":
+                answers[process] = "", "the process has been stopped (SIGSTOP): it writes nothing until it is continued"
+            elif file is None or not _has(pid, "SigCgt"):
+                # Without a handler the signal would end the process.
+                answers[process] = "", "no handler writes the stacks of this process"
+            else:
+                fcntl.flock(file, fcntl.LOCK_EX)  # against other readers, which hold it for little more than WRITE_S
+                os.ftruncate(file, 0)
+                waiting[process] = file, _count_handlers(pid)
+                # These signals queue up, and one that is pending is enough.
+                if not _has(pid, "ShdPnd"):
+                    send_signal([process], SIGNAL)
+        deadline = time.monotonic() + WRITE_S
+        for process, (file, handling) in waiting.items():
+            answers[process] = _wait_for_stacks(process[0], file, handling, deadline)
+    return answers
 
 
-def _wait_for_stacks(pid: int, number: int, file: int, handling: int, deadline: float) -> tuple[str, str]:
+def _wait_for_stacks(pid: int, file: int, handling: int, deadline: float) -> tuple[str, str]:
     """Return what a process has written, once it has received the signal and left its handler."""
     while True:
         late = time.monotonic() >= deadline
-        done = not _signals(pid, "ShdPnd") & _bit(number) and _count_handlers(pid, number) == handling
+        done = not _has(pid, "ShdPnd") and _count_handlers(pid) == handling
         if (done or late) and (size := os.fstat(file).st_size):
             text = os.pread(file, size, 0).decode(errors="replace")
             os.ftruncate(file, 0)
@@ -75,23 +72,20 @@ def _wait_for_stacks(pid: int, number: int, file: int, handling: int, deadline: 
         time.sleep(0.005)
 
 
-def _count_handlers(pid: int, number: int) -> int:
+def _count_handlers(pid: int) -> int:
     """Return how many threads block the signal, as a thread does while it runs the signal's handler."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return 0
-    return sum(bool(_signals(pid, "SigBlk", thread) & _bit(number)) for thread in threads)
+    return sum(_has(pid, "SigBlk", f"/task/{thread}") for thread in threads)
 
 
-def _signals(pid: int, which: str, thread: str | None = None) -> int:
-    """Return a set of signals of a process or of one of its threads; 0 if it has ended."""
+def _has(pid: int, which: str, thread: str = "") -> bool:
+    """Return whether a set of signals of a process or of one of its threads has the signal; False if it has ended."""
     try:
-        with open(f"/proc/{pid}/status" if thread is None else f"/proc/{pid}/task/{thread}/status") as file:
-            return next((int(line.split()[1], 16) for line in file if line.startswith(which)), 0)
+        with open(f"/proc/{pid}{thread}/status") as file:
+            signals = next((int(line.split()[1], 16) for line in file if line.startswith(which)), 0)
     except OSError:
-        return 0
-
-
-def _bit(number: int) -> int:
-    return 1 << (number - 1)
+        return False
+    return bool(signals & 1 << SIGNAL - 1)
