@@ -256,13 +256,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
         Args:
             worker_group: not needed, because a call knows its group.
-            return_generators_as_proxies: return each generator as it is, an iterator of ObjectRefs.
-
-        Returns:
-            The results in order. The items of a generator stand at its place.
-
-        Raises:
-            Exception: as `result` does.
+            return_generators_as_proxies: return each generator as it is, an iterator of ObjectRefs. Otherwise its items
+                stand at its place.
         """
         if self._yields_items and return_generators_as_proxies:
             self._check_open()

@@ -214,7 +214,7 @@ async def iterate_on_loop(results: Callable[[Waiter], AsyncGenerator[T]]) -> Asy
 class ResultStream(Generic[T]):
     """Results as they arrive, for `for`, and for `async for` in a coroutine. `Call.stream` and `map` return it.
 
-    It can be iterated once, in one of the two ways.
+    It can be iterated once, in one of the two ways; the other one raises RuntimeError.
     """
 
     def __init__(self, results: Callable[[Waiter], AsyncGenerator[T]]) -> None:
@@ -234,11 +234,7 @@ class ResultStream(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """Wait for the next result and return it.
-
-        Raises:
-            RuntimeError: an `async for` iterates over the stream.
-        """
+        """Wait for the next result and return it."""
         item: T = next(self._start("for"))
         return item
 
@@ -251,11 +247,7 @@ class ResultStream(Generic[T]):
         return self
 
     async def __anext__(self) -> T:
-        """Wait for the next result without blocking the event loop, and return it.
-
-        Raises:
-            RuntimeError: a `for` iterates over the stream.
-        """
+        """Wait for the next result without blocking the event loop, and return it."""
         item: T = await anext(self._start("async for"))
         return item
 
