@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard
-from fairlead_workergroup._calls.plan import Mesh, make_columns, make_requests, plan_call
+from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan, make_requests
 from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._model import GroupState, Member, RestartPolicy
 from fairlead_workergroup._observer import Observer
@@ -120,7 +120,7 @@ def _call_rows(sharding: NamedSharding, members: Sequence[Member]) -> Iterator[R
     pieces = [np.zeros(1) for _ in range(sharding.shape["dp"])]
 
     def call() -> None:
-        plan = plan_call(mesh, collect=("dp",))
+        plan = make_plan(mesh, CallOptions(collect=("dp",)))
         batch, rate = Shard(pieces, "dp"), {"lr": 0.1}
         with patch.object(ray, "put", lambda value: value):
             columns = make_columns(method, [batch], rate, plan.column, Arguments().prepare)

@@ -276,7 +276,7 @@ def changing(group: Any) -> Iterator[None]:
 
 def find_unfinished(call: Any) -> list[int]:
     """Return the positions of the workers that have not finished a call."""
-    return list(call._pending())
+    return list(call._arrivals.pending())
 
 
 # Moments at which something else happens.

@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import PerWorker, Shard
-from fairlead_workergroup._calls.plan import Mesh, make_columns, plan_call
+from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan
 from fairlead_workergroup._start.worker_class import Method
 
 AXES = ("pp", "dp", "tp")
+
+
+def plan_call(mesh, **options):
+    """Return the plan of a call with these options."""
+    return make_plan(mesh, CallOptions(**options))
 
 
 @st.composite

@@ -1,39 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call: its results, outcomes, items, cancellation and repetition, and its use as an argument of other calls."""
+"""One call: how it is made, its results, outcomes, items and repetition, and its use as an argument of other calls."""
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from asyncio import _get_running_loop
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
-import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from fairlead_placement import PlacementError
-from fairlead_sharding import NamedSharding
-
 from .. import _world
 from .._membership.core import Core, Sent
-from .._membership.losses import diagnose
 from .._observe.calls import Outcome
-from .._observe.query import cancel_calls, late_workers
-from .._ray_private import end_of, is_stream
-from .._start.worker_class import Method
+from .._ray_private import end_of
 from .._transport import replies, wait
-from .._transport.arguments import Arguments, Gathered, PassedOn
-from .._transport.replies import NotYet, short_traceback
-from .._transport.wait import ON_THREAD, ResultStream, Waiter, block, iterate, iterate_on_loop
+from .._transport.arguments import Gathered, PassedOn
+from .._transport.replies import CheckLate, NotYet, short_traceback
+from .._transport.wait import ResultStream, Waiter, iterate, iterate_on_loop
 from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
-from ..exceptions import CallCancelledError, CallTimeoutError, StaleGroupError, WorkerFailureError, WorkerGroupError
-from .plan import CallOptions, Column, PlannedCall, Recipients, make_columns, make_requests, replicate
-from .refusals import is_cancellation, refused_epochs, refused_error
+from ..exceptions import CallCancelledError, WorkerFailureError
+from .arrivals import Arrivals
+from .plan import CallOptions, PlannedCall, Recipients, prepare_call
 from .results import MultiWorkerFuture, ResultFetcher
 
 if TYPE_CHECKING:
@@ -48,85 +40,28 @@ else:
 
 logger = logging.getLogger(__name__)
 
-# A request reaches a worker that is not busy within this time.
-REFUSED_S = 1.0
 
-
-def dispatch(
+def send_call(
     core: Core,
-    owner: object,  # the group, which stays alive as long as a caller waits for the call
-    method: Method,
-    recipients: Recipients,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: CallOptions,
+    owner: object,
+    call: PlannedCall,
     *,
-    column: Callable[[Any], Column] = replicate,  # returns who gets which part of an argument
     blocks: bool = False,  # whether the thread waits although it runs an event loop
     queues: bool = True,  # whether a call of an event loop that has to wait is sent later, and not refused
-    sharding: NamedSharding | None = None,  # the axes that it was planned on; None if ranks were given by number
-    is_hook: bool = False,  # whether it belongs to the change that is under way, and does not wait for it
-    replan: Callable[[], tuple[Recipients, NamedSharding]] | None = None,  # if its values fit any size of the group
 ) -> "Call[Any]":
-    """Check a call, store the values that have to be stored, and send it."""
-    began = _world.current.now()
-    if options.retries:
-        core.check_retries(options.retries)
-    timeout_s = core.call_timeout_s if options.timeout is None else options.timeout
-    deadline = NEVER if timeout_s is None else Deadline(began + timeout_s)
-    call = PlannedCall(method, recipients, (), began, deadline, options, sharding, is_hook=is_hook)
-    if not is_hook:
-        try:
-            core.admit(call)  # before anything is stored
-        except StaleGroupError:
-            if replan is None:
-                raise
-    # Before this call's turn: storing a large value must not delay the calls of other threads.
-    prepare, names = Arguments().prepare, list(kwargs)
-    columns = make_columns(method, args, kwargs, column, prepare)
-    if method.function is not None:
-        columns = [Column([prepare(method.function)]), *columns]
-    call = replace(call, requests=make_requests(method, recipients, columns, names))
-    if replan is not None:
-
-        def plan_again() -> PlannedCall:
-            now, sharding = replan()
-            return replace(call, recipients=now, requests=make_requests(method, now, columns, names), sharding=sharding)
-
-        call = replace(call, replan=plan_again)
+    """Send a call. Its owner is the group, which stays alive as long as a caller waits for the call."""
     # The public function raises an exception if there is no loop, and every call asks.
     if blocks or _get_running_loop() is None:
         return Call(core, owner, call, core.send(call))
     return Call(core, owner, call, core.send_or_queue(call) if queues else core.send(call, Deadline.after(0.0)))
 
 
-def cancel(core: Core, sent: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
-    """Drop the requests of a call that have not started; return the ranks that run it, which `force` kills.
-
-    Args:
-        core: of the group.
-        sent: the reply of each rank.
-        method: the name of the method, for the report of the losses.
-        force: kill the workers that run it; not their successors, if they have been replaced in the meantime.
-    """
-    workers = {rank: core.find(replies.actor_of(reply)) or core.now[rank] for rank, reply in sent.items()}
-    calls = [(workers[rank], reply) for rank, reply in sent.items()]
-    running = cancel_calls(calls, in_order=not core.described.worker_class.concurrent)
-    if force:  # a shutdown kills them anyway
-        killed = [workers[rank] for rank in running if core.is_present(workers[rank])]
-        for worker in killed:
-            ray.kill(worker.handle)
-        cause = f"its call of {method!r} was cancelled with force"
-        core.note([(worker, worker.failure("cancelled", cause)) for worker in killed])
-    return running
-
-
 def call_hook(core: Core, method: str, ranks: Sequence[int], deadline: Deadline) -> "Call[Any]":
     """Send a method of the class to ranks, as a part of the change of membership that is under way."""
     options = CallOptions(timeout=deadline.left(), discard=True)
     recipients = Recipients(list(ranks), [], [False] * len(ranks))
-    found = core.described.worker_class.find(method)
-    return dispatch(core, None, found, recipients, (), {}, options, blocks=True, is_hook=True)
+    called = core.described.worker_class.find(method)
+    return send_call(core, None, prepare_call(core, called, recipients, (), {}, options, is_hook=True), blocks=True)
 
 
 class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
@@ -150,15 +85,10 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         self.sending: Future[Sent] | None = sent if isinstance(sent, Future) else None
         self._yields_items = call.method.result == "items"  # whether the method is a generator
         self._is_single = call.options.collect == ()
-        self._cancelled: tuple[int, ...] = ()  # the ranks that had not finished when the call was cancelled
-        self._items: dict[int, list[ObjectRef[Any]]] = {}  # that have arrived, by position
-        self._handed_out: dict[int, int] = {}  # how many of them stream() has yielded, by position
+        self._cancelled: set[int] = set()  # the ranks that had not finished when the call was cancelled
+        self._seen: Arrivals | None = None  # what `_arrivals` has returned
         self._attempts = 0
-        # Once workers have refused a call of a handle: the latest epoch among them, and the ranks that have not.
-        self._refused: tuple[int, tuple[int, ...]] | None = None
-        # What happens when a thread has tried to repeat an attempt, by the attempt and the number of the try.
-        # `setdefault` lets one thread at a time try, without a lock.
-        self._repeating: dict[tuple[int, int], Event] = {}
+        self._repeating: Event | None = None  # while a thread repeats the call
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for all called workers and fetch the results, and nothing else.
@@ -193,14 +123,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             that failed.
         """
         with short_traceback():
-            self._wait(self._until(timeout))
-            unfinished = self._unfinished_errors()
-            wanted, others = self._call.recipients.positions
-            outcomes = [
-                self._make_outcome(at, error=unfinished[at]) if at in unfinished else self._outcome(at)
-                for at in (*wanted, *others)
-            ]
-            return outcomes[: len(wanted)] + [one for one in outcomes[len(wanted) :] if one.error is not None]
+            self.wait(timeout)
+            return self._arrivals.outcomes()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all called workers have finished or failed.
@@ -211,7 +135,9 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         Returns:
             Whether they have within that time.
         """
-        return self._wait(self._until(timeout))
+        deadline = self._until(timeout)
+        self._wait_until_sent(deadline)
+        return self._arrivals.wait(deadline)
 
     def __iter__(self) -> Iterator[Outcome]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed.
@@ -234,7 +160,15 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         return self is other
 
     def __repr__(self) -> str:
-        return f"Call({self._planned.method.name!r}, {self._describe()}, {len(self._positions)} results)"
+        if self._cancelled:
+            state = "cancelled"
+        elif not self._core.connected:
+            state = "its Ray has been shut down"
+        elif not self._is_sent:
+            state = "could not be sent" if self._has_failed_to_send else "waits to be sent"
+        else:
+            state = f"{len(self._ranks) - len(self._arrivals.pending())} of {len(self._ranks)} workers done"
+        return f"Call({self._planned.method.name!r}, {state}, {len(self._positions)} results)"
 
     @property
     def futures(self) -> list[Any]:  # type: ignore[override]
@@ -269,7 +203,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
     def done(self) -> bool:
         """Return whether all called workers have finished or failed, or could not be called."""
-        return self._has_failed_to_send or (self._is_sent and not self._pending())
+        return self._has_failed_to_send or (self._is_sent and not self._arrivals.pending())
 
     def stream(self, timeout: float | None = None) -> ResultStream[Outcome]:
         """Return the items of a generator method as they arrive, each as an `Outcome`, for `for` and `async for`.
@@ -306,14 +240,14 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             The ranks that are still running the method, or may be, because their node does not answer; with `force`,
             the ranks that were killed.
         """
-        if self._withdraw(force=force):
+        sending = self.sending
+        if sending is not None and not self._is_sent:
+            if not self._has_failed_to_send:
+                self._cancelled.update(self._ranks)
+            if not sending.cancel():  # it is being sent now
+                sending.add_done_callback(lambda sent: sent.exception() or self._arrivals.cancel(force=force))
             return []
-        pending, sent = self._pending(), self._wait_until_sent(NEVER)
-        if not pending:
-            return []
-        self._cancelled = tuple(self._ranks[at] for at in pending)
-        parts = {self._ranks[at]: sent.replies[at] for at in pending}
-        return cancel(self._core, parts, self._planned.method.name, force=force)
+        return self._arrivals.cancel(force=force)
 
     def get_results(
         self, worker_group: ResultFetcher | None = None, return_generators_as_proxies: bool = False
@@ -322,13 +256,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
         Args:
             worker_group: not needed, because a call knows its group.
-            return_generators_as_proxies: return each generator as it is, an iterator of ObjectRefs.
-
-        Returns:
-            The results in order. The items of a generator stand at its place.
-
-        Raises:
-            Exception: as `result` does.
+            return_generators_as_proxies: return each generator as it is, an iterator of ObjectRefs. Otherwise its items
+                stand at its place.
         """
         if self._yields_items and return_generators_as_proxies:
             self._check_open()
@@ -338,21 +267,11 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         return [item for items in values for item in items] if self._yields_items else values
 
     def as_argument(self) -> ObjectRef[Any] | Gathered:
-        """Return the reference that travels to the workers of another call.
-
-        Raises:
-            ValueError, TypeError: the call has no result that can be passed on.
-        """
         self._check_passable()
         refs = self.refs
         return refs[0] if self._is_single else Gathered(tuple(refs))
 
     def as_arguments(self) -> list[ObjectRef[Any]]:
-        """Return each result as an argument of another call.
-
-        Raises:
-            ValueError, TypeError: the call has no results that can be passed on, or only one.
-        """
         self._check_passable()
         if self._is_single:
             raise ValueError(
@@ -385,24 +304,13 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
     @property
     def _is_sent(self) -> bool:
-        sending = self.sending
-        return sending is None or (sending.done() and not self._has_failed_to_send)
+        return self.sending is None or (self.sending.done() and not self._has_failed_to_send)
 
     @property
     def _has_failed_to_send(self) -> bool:
         """Whether it was cancelled before it was sent, or its workers could not be restarted."""
         sending = self.sending
         return sending is not None and sending.done() and (sending.cancelled() or sending.exception() is not None)
-
-    def _describe(self) -> str:
-        """Return the state of the call in words."""
-        if self._cancelled:
-            return "cancelled"
-        if not self._core.connected:
-            return "its Ray has been shut down"
-        if not self._is_sent:
-            return "could not be sent" if self._has_failed_to_send else "waits to be sent"
-        return f"{len(self._ranks) - len(self._pending())} of {len(self._ranks)} workers done"
 
     def _until(self, timeout: float | None) -> Deadline:
         """Return the deadline of a wait: that of the call, or `timeout` seconds from now if that is sooner."""
@@ -412,8 +320,22 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     def _check_open(self) -> None:
         """Refuse to wait for a call that was cancelled, or whose Ray has ended."""
         if self._cancelled:
-            raise CallCancelledError(self._planned.method.name, self._cancelled)
+            raise self._cancelled_error()
         self._core.connection.check()
+
+    def _cancelled_error(self) -> CallCancelledError:
+        return CallCancelledError(self._planned.method.name, tuple(sorted(self._cancelled)))
+
+    @property
+    def _arrivals(self) -> Arrivals:
+        """What has come back of the call. If it is not sent yet, wait for that until its deadline."""
+        sent = self._wait_until_sent(self._planned.deadline)
+        if self._seen is None or self._seen.sent is not sent:
+            self._seen = Arrivals(self._core, sent, self._cancelled)
+        return self._seen
+
+    def _check_late(self, deadline: Deadline) -> Deadline:
+        return self._arrivals.check_late(deadline)
 
     def _wait_until_sent(self, deadline: Deadline) -> Sent:
         """Wait until the call has been sent, and return what has been."""
@@ -423,7 +345,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         try:
             error = self.sending.exception(deadline.left())
         except CancelledError:
-            raise CallCancelledError(self._planned.method.name, self._cancelled) from None
+            raise self._cancelled_error() from None
         except TimeoutError:
             raise self._core.unsent_error(self._planned) from None
         if error is not None:
@@ -431,27 +353,23 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         self._sent = self.sending.result()
         return self._sent
 
-    async def _until_sent(self, on: Waiter, deadline: Deadline) -> Sent:
+    async def _until_sent(self, deadline: Deadline, *, blocks: bool) -> Sent:
         """Wait until the call has been sent, on a thread or an event loop."""
-        if self._sent is None and self.sending is not None:
-            await on.sent(self.sending, deadline.left())
-        return self._wait_until_sent(Deadline.after(0.0))
+        if self._sent is None and self.sending is not None and not blocks:
+            await wait.until(self.sending.add_done_callback, deadline)
+        return self._wait_until_sent(deadline)
 
     def _result(self, deadline: Deadline) -> Any:
         """Wait for all called workers and fetch the results; the first failure ends the wait or repeats the call."""
         while True:
             self._check_open()
             sent = self._wait_until_sent(deadline)
-            attempt = self._attempts
             try:
-                if not self._yields_items:
-                    return self._shape(sent, replies.values(self._in_order(sent), deadline, self._check_late))
-                wait.drain(self._unfinished(sent), lambda: deadline, self._check_late)
-                return self._shape(sent, [self._get_items(at) for at in self._positions])
+                return self._fetch_result(sent, deadline, self._check_late)
             except RayError as error:  # every exception of a worker, and none of a signal handler here
-                failure = self._failure(error)
+                failure = self._arrivals.failure(error)
             # A restart takes seconds.
-            if not isinstance(failure, WorkerFailureError) or not self._repeat(attempt, deadline):
+            if not isinstance(failure, WorkerFailureError) or not self._repeat(sent, deadline):
                 raise failure
 
     async def _wait_on_loop(self) -> Any:
@@ -467,64 +385,46 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     async def _result_on_loop(self, deadline: Deadline) -> Any:
         """Wait for the last reply on the event loop. Whatever is not a plain success is settled by `_result`."""
         self._check_open()
-        async with wait.OnLoop() as on:
-            sent = await self._until_sent(on, deadline)
+        sent = await self._until_sent(deadline, blocks=False)
         if self._planned.method.backpressure is None:  # otherwise the generators end only when their items are taken
-            await wait.until_ended(list(map(end_of, sent.replies)), deadline, self._check_late)
+            await wait.until(partial(replies.watch, list(map(end_of, sent.replies))), deadline, self._check_late)
             if not self._yields_items:
                 with contextlib.suppress(RayError, NotYet):
-                    return self._shape(sent, replies.values(self._in_order(sent), Deadline.after(0.0)))
+                    return self._fetch_result(sent, Deadline.after(0.0))
         return await asyncio.to_thread(self._result, deadline)
 
-    def _in_order(self, sent: Sent) -> list[Any]:
-        """Return the replies of the workers that return a result, in the order of the results, then the others."""
+    def _fetch_result(self, sent: Sent, deadline: Deadline, check_late: CheckLate | None = None) -> Any:
         wanted, others = sent.call.recipients.positions
-        return list(map(sent.replies.__getitem__, [*wanted, *others]))
-
-    def _shape(self, sent: Sent, values: list[Any]) -> Any:
-        """Return the result of the call for the values of `_in_order`, of which the first ones are the results."""
-        wanted, others = sent.call.recipients.positions
+        if self._yields_items:
+            wait.drain(sent.replies, deadline, self._check_late)
+            values = [self._arrivals.value(sent.replies[at]) for at in wanted]
+        else:
+            in_order = list(map(sent.replies.__getitem__, [*wanted, *others]))
+            values = replies.values(in_order, deadline, check_late)[: len(wanted)]
         if self._planned.options.discard:
             return None
-        return values[0] if self._is_single else values[: len(wanted)] if others else values
-
-    def _unfinished(self, sent: Sent) -> dict[Any, list[ObjectRef[Any]] | None]:
-        """Return the replies of the call, each with the list that keeps its items if it is that of a generator."""
-        return {
-            reply: self._items.setdefault(at, []) if is_stream(reply) else None for at, reply in enumerate(sent.replies)
-        }
-
-    def _get_items(self, at: int) -> list[Any]:
-        """Return the items of a generator that has ended."""
-        items = self._items.setdefault(at, [])
-        wait.drain({self.futures[at]: items}, lambda: NEVER, self._check_late)
-        values = replies.values(items)
-        if count := self._handed_out.get(at):
-            raise WorkerGroupError(
-                f"stream() has handed out {count} item(s) of {self._planned.method.name!r} of rank {self._ranks[at]}, "
-                "and they are not kept. Take the rest from stream() too, or make the call again and ask for its result "
-                "only."
-            )
-        return values
+        return values[0] if self._is_single else values
 
     async def _stream(self, timeout: float | None, on: Waiter) -> AsyncGenerator[Outcome]:
         """Yield the items of generators as they arrive; see `stream`."""
         self._check_open()
         deadline = self._until(timeout)
-        sent = await self._until_sent(on, deadline)
+        sent = await self._until_sent(deadline, blocks=on.blocks)
+        arrivals = self._arrivals
         streams = {sent.replies[at]: at for at in self._positions}
         while streams:
             # One item of each worker that has one, then the next round: Ray prefers some workers to others.
-            if not any(self._items.get(at) for at in streams.values()):
-                kept = {stream: self._items.setdefault(at, []) for stream, at in streams.items()}
-                news = await on.some(kept, deadline, self._check_late, here=True, most=1)
+            if not any(map(wait.taken, streams)):
+                news = await on.some(list(streams), deadline, self._check_late, here=True, most=1)
                 streams = {stream: at for stream, at in streams.items() if not news.get(stream)}
-            for at in [at for at in streams.values() if self._items.get(at)]:
+            for stream, at in list(streams.items()):
+                if not (items := wait.taken(stream)):
+                    continue
                 # An item that cannot be fetched is kept: an error is raised again, and a timeout loses nothing.
-                value = await self._fetch(on, self._items[at][0], deadline)
-                self._handed_out[at] = self._handed_out.get(at, 0) + 1
-                del self._items[at][0]
-                yield self._make_outcome(at, value)
+                value = await self._fetch(on, items[0], deadline)
+                del items[0]
+                items.handed_out += 1
+                yield arrivals.make_outcome(at, value)
                 del value
                 deadline = self._until(timeout)  # of the next item
         # A stream whose worker has died just stops; the completion has the error.
@@ -533,207 +433,62 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
     async def _fetch(self, on: Waiter, ref: Any, deadline: Deadline) -> Any:
         """Return the value of a reference that is here or will be soon, or raise the failure of the call."""
+        if not on.blocks:
+            await on.some([ref], deadline, self._check_late, here=True)
         try:
-            (value,) = replies.values([ref], deadline, self._check_late) if on.blocks else await on.values([ref])
+            (value,) = replies.values([ref], deadline, self._check_late)
         except RayError as error:
-            raise (await on.apart(self._failure, error))  # noqa: B904  chained there
+            raise (await on.apart(self._arrivals.failure, error))  # noqa: B904  chained there
         return value
 
     async def _iterate(self, on: Waiter) -> AsyncGenerator[Outcome]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
         deadline = self._planned.deadline
         self._core.connection.check()
-        sent = await self._until_sent(on, deadline)
-        at_of, answering = {reply: at for at, reply in enumerate(sent.replies)}, frozenset(self._positions)
-        waiting = self._unfinished(sent)
+        sent = await self._until_sent(deadline, blocks=on.blocks)
+        waiting, answering = {reply: at for at, reply in enumerate(sent.replies)}, frozenset(self._positions)
         while waiting:
-            news = await on.some(waiting, deadline, self._check_late)
-            for reply in [reply for reply, has_ended in news.items() if has_ended]:
-                del waiting[reply]
-                outcome = await on.apart(self._outcome, at := at_of[reply])
+            news = await on.some(list(waiting), deadline, self._check_late)
+            for at in [waiting.pop(reply) for reply, has_ended in news.items() if has_ended]:
+                outcome = await on.apart(self._arrivals.outcome, at)
                 if at in answering or outcome.error is not None:
                     yield outcome
 
-    def _wait(self, deadline: Deadline) -> bool:
-        """Wait until all called workers have finished; see `wait`."""
-        waiting = self._unfinished(self._wait_until_sent(deadline))
-        if self._planned.method.backpressure is None:  # otherwise the generators end only when their items are taken
-            waiting = {end_of(reply): None for reply in waiting}
-        while waiting:
-            self._core.connection.check()
-            news = block(ON_THREAD.news(waiting, deadline.left(at_most=replies.REPORT_EVERY_S)))
-            waiting = {reply: items for reply, items in waiting.items() if not news.get(reply)}
-            if deadline.passed:
-                return not self._pending()
-            if not news:
-                self._check_late(Deadline())
-        return True
-
-    def _outcome(self, at: int) -> Outcome:
-        """Return the outcome of a called worker that has finished."""
-        reply = self.futures[at]
-        try:
-            value: Any = self._get_items(at) if is_stream(reply) else replies.values([reply])[0]
-        except (RayError, WorkerGroupError) as error:
-            if self._ranks[at] in self._cancelled:
-                return self._make_outcome(at, error=CallCancelledError(self._planned.method.name, (self._ranks[at],)))
-            # A call of the owner is never refused; an argument of it may be.
-            if not self._core.is_owner and refused_epochs(error) is not None:
-                raise self._refused_error() from None
-            own = [end_of(reply), *self._items.get(at, ())[-1:]]
-            return self._make_outcome(at, error=diagnose(own, error, self._core, self._planned.method.name))
-        return self._make_outcome(at, value)
-
-    def _make_outcome(self, at: int, value: Any = None, error: BaseException | None = None) -> Outcome:
-        return Outcome(self._ranks[at], dict(self._core.now[self._ranks[at]].coords), value, error)
-
-    def _unfinished_errors(self) -> dict[int, BaseException]:
-        """Return the reason why each unfinished worker has no outcome yet, by position, from one request a node."""
-        pending = self._pending()
-        if self._cancelled or not pending:
-            return {at: CallCancelledError(self._planned.method.name, (self._ranks[at],)) for at in pending}
-        late = self._late_error(pending)
-        return {
-            at: CallTimeoutError(late.method, late.waited_s, late.called, (worker,))
-            for at, worker in zip(pending, late.late, strict=True)
-        }
-
-    def _pending(self) -> list[int]:
-        """Return the positions of the workers that have not finished."""
-        self._core.connection.check()
-        at_of = {end_of(reply): at for at, reply in enumerate(self.futures)}
-        return [at_of[ref] for ref in replies.wait(list(at_of))[1]]
-
-    def _check_late(self, deadline: Deadline) -> Deadline:
-        """Log the workers that have not finished; return the deadline of the rest of the wait.
-
-        When all have finished, only their values are on the way, which does not count against the deadline.
-        """
-        if not self._is_sent and not self._has_failed_to_send:
-            if deadline.passed:
-                raise self._core.unsent_error(self._planned)
-            return deadline
-        if not (pending := self._pending()):
-            return Deadline()
-        late = self._late_error(pending)
-        if deadline.passed:
-            raise late
-        logger.warning("%s", late)
-        return deadline
-
-    def _late_error(self, pending: Sequence[int]) -> CallTimeoutError:
-        """Return the error that says what the workers at these positions are doing."""
-        late = late_workers([self._core.now[self._ranks[at]] for at in pending])
-        waited_s = _world.current.now() - self._planned.began
-        return CallTimeoutError(self._planned.method.name, waited_s, len(self._ranks), late)
-
-    def _withdraw(self, *, force: bool) -> bool:
-        """Give up a call that has not been sent; return False, and do nothing, if it has been."""
-        sending = self.sending
-        if sending is None or self._is_sent:
-            return False
-        if not self._has_failed_to_send:
-            self._cancelled = tuple(self._ranks)
-        if not sending.cancel():  # it is being sent now
-
-            def drop(sent: Future[Sent]) -> None:
-                if sent.exception() is None:
-                    parts = dict(zip(sent.result().call.recipients.called, sent.result().replies, strict=True))
-                    cancel(self._core, parts, self._planned.method.name, force=force)
-
-            sending.add_done_callback(drop)
-        return True
-
-    def _repeat(self, attempt: int, deadline: Deadline) -> bool:
-        """Repeat an attempt on lost workers, or on all if all were restarted; return whether there is another one."""
+    def _repeat(self, sent: Sent, deadline: Deadline) -> bool:
+        """Repeat an attempt if retries are left; return whether there is another one. One thread repeats it."""
         self._check_open()
         if not self._planned.options.retries:
             return False
-        mine, at = _world.current.event(), 0
-        try:
-            while self._attempts == attempt:
-                if (other := self._repeating.setdefault((attempt, at), mine)) is mine:
-                    return self._send_again(deadline)
-                if not wait_for_event(other, deadline):  # another thread repeats it
-                    raise self._late_error(self._pending())
-                at += 1
-            return True
-        finally:
-            mine.set()
+        mine = _world.current.event()
+        while self._sent is sent:
+            with self._core.turn:
+                other = self._repeating
+                self._repeating = other or mine
+            if other is None:
+                try:
+                    return self._send_again(sent, deadline)
+                finally:
+                    self._repeating = None
+                    mine.set()
+            if not wait_for_event(other, deadline):
+                raise self._arrivals.late_error(self._arrivals.pending())
+        return True
 
-    def _send_again(self, deadline: Deadline) -> bool:
-        sent = self._wait_until_sent(deadline)
+    def _send_again(self, sent: Sent, deadline: Deadline) -> bool:
+        """Send the requests to lost workers again, or to all if all were restarted; return whether that is due."""
         lost = [at for at, reply in enumerate(sent.replies) if self._core.is_lost(reply)]
         # Without a lost worker the error is the worker's own, about a group that it uses.
         if self._attempts == self._planned.options.retries or not lost:
             return False
         if self._core.policy.restarts_all:
             lost = list(range(len(sent.replies)))
-        ranks = [sent.call.recipients.called[at] for at in lost]
+        ranks = [sent.call.called[at] for at in lost]
         requests = [sent.call.requests[at] for at in lost]
-        part = replace(sent.call, recipients=Recipients(ranks, ranks, None), requests=requests, deadline=deadline)
-        again, merged = self._core.send(replace(part, replan=None)), list(sent.replies)
-        for at, reply in zip(lost, again.replies, strict=True):
-            merged[at] = reply
-            self._items.pop(at, None)
-            self._handed_out.pop(at, None)
-        self._sent = Sent(sent.call, merged, again.epoch)
+        recipients = Recipients(ranks, ranks, None)
+        again = self._core.send(
+            replace(sent.call, recipients=recipients, requests=requests, deadline=deadline, replan=None)
+        )
+        replies_now = dict(enumerate(sent.replies)) | dict(zip(lost, again.replies, strict=True))
+        self._sent = Sent(sent.call, list(replies_now.values()), again.epoch)
         self._attempts += 1
         return True
-
-    def _failure(self, error: BaseException) -> BaseException:
-        """Return the exception to raise for an error of Ray, with all ranks that have failed so far."""
-        if type(error) is CallTimeoutError:  # that of a worker arrives as an instance of a class that Ray derives
-            return error
-        self._check_open()
-        # A generator that raises gives its error as its last item.
-        ends = [*map(end_of, self.futures), *(items[-1] for items in self._items.values() if items)]
-        name = self._planned.method.name
-        failure = diagnose(list(dict.fromkeys(ends)), error, self._core, name, self._planned.deadline)
-        if isinstance(failure, WorkerFailureError) or self._core.is_owner:
-            return failure
-        # The error of an item may be here before its generator has ended.
-        is_refused = refused_epochs(error) is not None or self._find_refusals()
-        return self._refused_error() if is_refused else failure
-
-    def _find_errors(self) -> dict[int, BaseException | None]:
-        """Return the error of each worker that has finished, by position; None if it has none, or had items before.
-
-        Errors are here as soon as a worker has finished. The values of others stay where they are.
-        """
-        errors: dict[int, BaseException | None] = {}
-        futures, pending = self.futures, set(self._pending())
-        for at in set(range(len(futures))) - pending:
-            items = self._items.setdefault(at, [])
-            if self._yields_items and at in self._positions and not items:
-                items.extend(itertools.islice(futures[at], 1))
-            # An item may still be on its way.
-            errors[at] = replies.error_of(items[0], REFUSED_S) if items else None
-            errors[at] = errors[at] or replies.error_of(end_of(futures[at]))
-        return errors
-
-    def _find_refusals(self) -> list[tuple[int, int]]:
-        """Return the epochs of the call and of the worker for each worker that has refused a call of a handle."""
-        return [epochs for error in self._find_errors().values() if (epochs := refused_epochs(error)) is not None]
-
-    def _refused_error(self) -> StaleGroupError:
-        """Return the error of a call of a handle that workers have refused; cancel the rest of the call.
-
-        Even if the caller's timeout is shorter, this waits up to 1 s (`REFUSED_S`) for the other workers, so that the
-        error can name those that have run the call, and up to 2 s more for the new roster.
-        """
-        sent, name = self._wait_until_sent(NEVER), self._planned.method.name
-        if self._refused is None:
-            replies.wait(list(map(end_of, sent.replies)), REFUSED_S)
-            ran: list[int] = []
-            if pending := self._pending():  # workers that run it may wait for those that have refused it
-                ran += cancel(self._core, {self._ranks[at]: sent.replies[at] for at in pending}, name, force=False)
-            epoch = max([sent.epoch, *(own for _, own in self._find_refusals())])
-            for at, error in self._find_errors().items():
-                dropped = at in pending and is_cancellation(error)
-                if refused_epochs(error) is None and self._ranks[at] not in ran and not dropped:
-                    ran.append(self._ranks[at])
-            with contextlib.suppress(WorkerGroupError, PlacementError):  # the next call raises it
-                self._core.renew(epoch)
-            self._refused = epoch, tuple(sorted(ran))
-        return refused_error(name, sent.epoch, self._ranks, *self._refused)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The members of NeMo RL's worker group, on top of the planning and sending of every call."""
 
-import time
 from asyncio import _get_running_loop
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,9 +9,9 @@ from ray import ObjectRef
 
 from .._membership.losses import note_known_dead
 from .._transport.replies import short_traceback
-from .call import Call, dispatch
-from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, plan_call, replicate
-from .results import ClassicFutures, MultiWorkerFuture, fetch, fetch_bundle
+from .call import Call, send_call
+from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, make_plan, prepare_call, replicate
+from .results import ClassicFutures, MultiWorkerFuture, fetch
 from .view import AddressedWorkers, Target
 
 
@@ -95,7 +94,7 @@ class ClassicCalls(AddressedWorkers):
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
         """
         target = self._target
-        plan = plan_call(target.mesh, first_along=run_rank_0_only_axes)
+        plan = make_plan(target.mesh, CallOptions(first_along=run_rank_0_only_axes))
         return self._dispatch(target, method_name, plan, args, kwargs, replicate).futures
 
     def run_all_workers_multiple_data(
@@ -129,7 +128,7 @@ class ClassicCalls(AddressedWorkers):
                 "got none. For the same arguments everywhere, use run_all_workers_single_data."
             )
         target = self._target
-        plan = plan_call(target.mesh, first_along=run_rank_0_only_axes)
+        plan = make_plan(target.mesh, CallOptions(first_along=run_rank_0_only_axes))
 
         def column(values: Any) -> Column:
             # Unlike `PerWorker`, NeMo RL accepts a pandas Series, which has keys.
@@ -198,18 +197,17 @@ class ClassicCalls(AddressedWorkers):
             The results in order, as a flat list.
 
         Raises:
-            CallTimeoutError: a worker has not finished by the group's `Timeouts.call_s`, which counts from the call;
-                for ObjectRefs that the group did not make, from now.
+            CallTimeoutError: a worker has not finished by the group's `Timeouts.call_s`, which counts from the call, or
+                from the last one of several; for ObjectRefs that the group did not make, from now.
             WorkerFailureError: a worker was lost.
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
-        futures, proxies = self._classic_futures, return_generators_as_proxies
         with short_traceback():
             if isinstance(future_bundle, Call):
-                return future_bundle.get_results(return_generators_as_proxies=proxies)
-            if isinstance(future_bundle, MultiWorkerFuture):
-                return fetch_bundle(future_bundle, group=futures, proxies=proxies)
-            return fetch(future_bundle, group=futures, proxies=proxies)
+                return future_bundle.get_results(return_generators_as_proxies=return_generators_as_proxies)
+            if not isinstance(future_bundle, MultiWorkerFuture):
+                future_bundle = MultiWorkerFuture(list(future_bundle))
+            return fetch(future_bundle, group=self._classic_futures, proxies=return_generators_as_proxies)
 
     def _dispatch(
         self,
@@ -234,19 +232,10 @@ class ClassicCalls(AddressedWorkers):
         if both := sorted(set(kwargs) & set(common)):
             raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
         named = {**kwargs, **{name: replicate(value) for name, value in common.items()}}
-        began, options = time.monotonic(), CallOptions()
-        call = dispatch(
-            target.core,
-            self,
-            method,
-            recipients,
-            args,
-            named,
-            options,
-            column=column,
-            sharding=target.sharding,
-            queues=queues,
+        call = prepare_call(
+            target.core, method, recipients, args, named, CallOptions(), column=column, sharding=target.sharding
         )
+        sent = send_call(target.core, self, call, queues=queues)
         if not queues or _get_running_loop() is None:
-            self._classic_futures.add(call.futures, method.name, began)
-        return call
+            self._classic_futures.add(sent.futures, method.name, call.began)
+        return sent

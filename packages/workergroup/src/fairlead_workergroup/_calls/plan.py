@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a call: which workers it reaches, the request to each, and which of them return a result."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -12,12 +12,14 @@ from ray import ObjectRef
 
 from fairlead_sharding import NamedSharding
 
+from .. import _world
+from .._membership.core import Core
 from .._model import Resize
 from .._observe.display import shorten_rows
 from .._start.worker_class import Method
-from .._transport.arguments import Gathered, NotPicklableError, PassedOn, PerWorker, Shard, is_inlined
+from .._transport.arguments import Arguments, Gathered, NotPicklableError, PassedOn, PerWorker, Shard, is_inlined
 from .._transport.replies import Request
-from .._world import Deadline, check_timeout
+from .._world import NEVER, Deadline, check_timeout
 from ..exceptions import StaleGroupError
 
 Axes = str | Iterable[str] | None
@@ -58,13 +60,6 @@ class Mesh:
 
     sharding: NamedSharding
     single: bool = False
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.sharding, self.single))  # once, as each call looks for its plan
 
     def at(self, coords: dict[str, int | slice]) -> "Mesh":
         """Return the mesh of the workers at some coordinates; as in numpy, an integer drops its axis."""
@@ -164,25 +159,17 @@ class Recipients:
     """The workers that a call reaches. Requests, futures and columns are in the order of `called`."""
 
     called: list[int]
-    returned: list[int]  # in the order of the results
+    returned: list[int]  # in the order of the results; a rank that is not called has no result
     answers: list[bool] | None  # of each called worker; None if all return a result
 
     @cached_property
     def positions(self) -> tuple[list[int], list[int]]:
         """The positions of the workers that return a result, in the order of the results, and those of the others."""
-        return split_positions(self.called, self.returned)
-
-
-def split_positions(called: Sequence[int], returned: Sequence[int] | None) -> tuple[list[int], list[int]]:
-    """Return the positions of the wanted results, in the order they are wanted, and those of the others.
-
-    Wanted ranks that were not called have no position.
-    """
-    if returned is None or returned == called:
-        return list(range(len(called))), []
-    index = {rank: at for at, rank in enumerate(called)}
-    wanted = [index[rank] for rank in returned if rank in index]
-    return wanted, sorted(set(range(len(called))).difference(wanted))
+        if self.returned == self.called:
+            return list(range(len(self.called))), []
+        index = {rank: at for at, rank in enumerate(self.called)}
+        wanted = [index[rank] for rank in self.returned if rank in index]
+        return wanted, sorted(set(index.values()).difference(wanted))
 
 
 @dataclass(frozen=True, repr=False)
@@ -308,18 +295,10 @@ def make_columns(
     method: Method,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    make: Callable[[Any], Column],
-    prepare: Callable[[Any], Any] | None = None,
+    make: Callable[[Any], Column],  # returns the column of a value that is none
+    prepare: Callable[[Any], Any] | None = None,  # returns the object that travels in place of a value
 ) -> list[Column]:
-    """Return the arguments of a call as columns, those by name last; errors name the argument and the method.
-
-    Args:
-        method: the method; arguments that it does not take are refused first.
-        args: the positional arguments; a `Column` stays as it is.
-        kwargs: the arguments by name.
-        make: returns the column of a value.
-        prepare: returns the object that travels in place of a value.
-    """
+    """Return the arguments of a call as columns, those by name last; errors name the argument and the method."""
     method.check(len(args), tuple(kwargs))
     columns = []
     for at, value in enumerate((*args, *kwargs.values())):
@@ -339,15 +318,21 @@ def make_requests(
     method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str]
 ) -> Sequence[Request]:
     """Return the request to each recipient in order; the last columns are the keyword arguments of these names."""
-    same = []
-    for column in columns:
-        if column.index is None and not isinstance(column.values[0], Gathered):
-            same.append(column.values[0])
-    if recipients.answers is not None or len(same) < len(columns):
-        return list(_make_rows(method, recipients, columns, names))
-    positional = len(columns) - len(names)
-    args, kwargs = same[:positional], dict(zip(names, same[positional:], strict=True))
-    return [make_request(method, {}, args, kwargs)] * len(recipients.called)
+    gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
+    is_same = recipients.answers is None and not gathers and all(column.index is None for column in columns)
+    count, positional = 1 if is_same else len(recipients.called), len(columns) - len(names)
+    rows = zip(*(column.expand(count) for column in columns), strict=True) if columns else [()] * count
+    requests = []
+    for row, answers in zip(rows, recipients.answers or [True] * count, strict=True):
+        how: dict[str, Any] = {}
+        args, kwargs = list(row[:positional]), dict(zip(names, row[positional:], strict=True))
+        if gathers:
+            how["plan"], *args = _flatten(args, kwargs)
+            kwargs = {}
+        if not answers:
+            how["silent"] = True
+        requests.append(make_request(method, how, args, kwargs))
+    return requests * len(recipients.called) if is_same else requests
 
 
 def make_request(method: Method, how: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Request:
@@ -362,38 +347,19 @@ def make_request(method: Method, how: dict[str, Any], args: Sequence[Any], kwarg
     return Request("_fairlead_call", [how, *args], kwargs)
 
 
-def extend_request(request: Request, method: Method, more: dict[str, Any]) -> Request:
-    """Return a request with more conditions of how it is run."""
-    if not request.method.startswith("_fairlead_"):
-        return make_request(method, more, request.args, request.kwargs)
-    how, *args = request.args
-    return request._replace(args=[{**how, **more}, *args])
-
-
 @dataclass(frozen=True, eq=False)
 class PlannedCall:
-    """A call that is ready to be sent, now or later.
+    """A call that is ready to be sent, now or later."""
 
-    Attributes:
-        method: the method, or the function in its place.
-        recipients: the workers that it reaches.
-        requests: the request to each of them.
-        began: when its caller made it.
-        deadline: of its results.
-        options: as its caller gave them.
-        sharding: the axes that it was planned on; None if its ranks were given by number.
-        is_hook: whether it belongs to the change of membership that is under way, and does not wait for it.
-        replan: plans the same call on the present axes; None if its values fit one size of the group only.
-    """
-
-    method: Method
+    method: Method  # or the function in its place
     recipients: Recipients
-    requests: Sequence[Request]
-    began: float
-    deadline: Deadline
+    requests: Sequence[Request]  # to each recipient
+    began: float  # when its caller made it
+    deadline: Deadline  # of its results
     options: CallOptions = field(default_factory=CallOptions)
-    sharding: NamedSharding | None = None
-    is_hook: bool = False
+    sharding: NamedSharding | None = None  # the axes that it was planned on; None if its ranks were given by number
+    is_hook: bool = False  # whether it belongs to the change that is under way, and does not wait for it
+    # Plans the same call on the present axes; None if its values fit one size of the group only.
     replan: "Callable[[], PlannedCall] | None" = None
 
     @property
@@ -403,28 +369,14 @@ class PlannedCall:
 
     def requests_with(self, conditions: dict[str, Any]) -> Sequence[Request]:
         """Return the request to each of the ranks, with more conditions of how it is run."""
-        if not conditions:
-            return self.requests
-        return [extend_request(request, self.method, conditions) for request in self.requests]
-
-
-def _make_rows(
-    method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str]
-) -> Iterator[Request]:
-    """Return requests that are not the same for all recipients."""
-    gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
-    count, answers = len(recipients.called), recipients.answers
-    positional = len(columns) - len(names)
-    rows = zip(*(column.expand(count) for column in columns), strict=True) if columns else [()] * count
-    for at, row in enumerate(rows):
-        how: dict[str, Any] = {}
-        args, kwargs = list(row[:positional]), dict(zip(names, row[positional:], strict=True))
-        if gathers:
-            how["plan"], *args = _flatten(args, kwargs)
-            kwargs = {}
-        if answers is not None and not answers[at]:
-            how["silent"] = True
-        yield make_request(method, how, args, kwargs)
+        method, requests = self.method, []
+        for request in self.requests if conditions else ():
+            if request.method.startswith("_fairlead_"):
+                how, *args = request.args
+                requests.append(request._replace(args=[{**how, **conditions}, *args]))
+            else:
+                requests.append(make_request(method, conditions, request.args, request.kwargs))
+        return requests or self.requests
 
 
 def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -442,14 +394,51 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return [plan, *flat]
 
 
-def plan_call(mesh: Mesh, *, collect: Axes = None, first_along: Axes = (), discard: bool = False) -> CallPlan:
-    """Plan a call; `RayWorkerGroup.call` describes the options."""
-    return make_plan(mesh, CallOptions(collect, first_along, discard=discard))
+def prepare_call(
+    core: Core,
+    method: Method,
+    recipients: Recipients,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: CallOptions,
+    *,
+    column: Callable[[Any], Column] = replicate,  # returns who gets which part of an argument
+    sharding: NamedSharding | None = None,
+    is_hook: bool = False,
+    replan: Callable[[], tuple[Recipients, NamedSharding]] | None = None,  # if its values fit any size of the group
+) -> PlannedCall:
+    """Check a call, and store the values that have to be stored."""
+    began = _world.current.now()
+    if options.retries:
+        core.check_retries(options.retries)
+    timeout_s = core.call_timeout_s if options.timeout is None else options.timeout
+    deadline = NEVER if timeout_s is None else Deadline(began + timeout_s)
+    call = PlannedCall(method, recipients, (), began, deadline, options, sharding, is_hook=is_hook)
+    if not is_hook:
+        try:
+            core.admit(call)  # before anything is stored
+        except StaleGroupError:
+            if replan is None:
+                raise
+    # Before this call's turn: storing a large value must not delay the calls of other threads.
+    prepare, names = Arguments().prepare, list(kwargs)
+    columns = make_columns(method, args, kwargs, column, prepare)
+    if method.function is not None:
+        columns = [Column([prepare(method.function)]), *columns]
+    call = replace(call, requests=make_requests(method, recipients, columns, names))
+    if replan is None:
+        return call
+
+    def plan_again() -> PlannedCall:
+        now, sharding = replan()
+        return replace(call, recipients=now, requests=make_requests(method, now, columns, names), sharding=sharding)
+
+    return replace(call, replan=plan_again)
 
 
 @lru_cache(maxsize=64)
 def make_plan(mesh: Mesh, options: CallOptions) -> CallPlan:
-    """Plan a call with these options."""
+    """Plan a call; `RayWorkerGroup.call` describes the options."""
     collect: Any = options.collect  # a tuple or None, as those of `first_along` are
     first, discard = as_axes(options.first_along), options.discard
     for axes in (collect or (), first):

@@ -11,9 +11,9 @@ from .._membership.core import Core
 from .._transport.arguments import PerWorker, Shard
 from .._transport.wait import ResultStream
 from ..exceptions import StaleGroupError
-from .call import Call, dispatch
-from .map import MapOptions, Strategy, map_items
-from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_plan, select
+from .call import Call, send_call
+from .map import ItemMap, MapOptions, Strategy
+from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_plan, prepare_call, select
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -75,25 +75,10 @@ class Target:
         # Values that were split for the size that the group had cannot be sent when it has another one.
         is_split = any(isinstance(value, (Shard, PerWorker)) for value in (*args, *kwargs.values()))
         replan = None if is_split else plan_again
-        return dispatch(
-            self.core,
-            owner,
-            called,
-            plan,
-            args,
-            kwargs,
-            options,
-            column=plan.column,
-            sharding=self.sharding,
-            replan=replan,
+        planned = prepare_call(
+            self.core, called, plan, args, kwargs, options, column=plan.column, sharding=self.sharding, replan=replan
         )
-
-    def explain(
-        self, method: str | Callable[..., Any], options: CallOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> CallExplanation:
-        """Explain a call; see `GroupView.explain`."""
-        called = self.core.described.worker_class.method(method)
-        return make_plan(self.mesh, options).explain(called, args, kwargs)
+        return send_call(self.core, owner, planned)
 
 
 class AddressedWorkers:
@@ -235,7 +220,7 @@ class AddressedWorkers:
             return_exceptions=return_exceptions,
             each=each,
         )
-        return map_items(target.core, self._owner, ranks, method, items, map_options)
+        return ResultStream(ItemMap(target.core, self._owner, ranks, method, items, map_options).results)
 
 
 class GroupView(AddressedWorkers):
@@ -310,7 +295,9 @@ class GroupView(AddressedWorkers):
             AttributeError, TypeError, ValueError: as `call` does.
         """
         options, kwargs = split_options(self._own_target.options, kwargs)
-        return self._target.explain(method, options, args, kwargs)
+        target = self._target
+        called = target.core.described.worker_class.method(method)
+        return make_plan(target.mesh, options).explain(called, args, kwargs)
 
 
 def split_options(chosen: CallOptions | None, kwargs: dict[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
@@ -342,50 +329,17 @@ class TypedCalls(AddressedWorkers):
     @overload
     def call(self, method: AsyncMethod[Result], /, *args: Any, collect: tuple[()], **kwargs: Any) -> Call[Result]: ...
     @overload
-    def call(
-        self,
-        method: AsyncMethod[Result],
-        /,
-        *args: Any,
-        collect: Axes = None,
-        first_along: Axes = (),
-        timeout: float | None = None,
-        retries: int = 0,
-        discard: bool = False,
-        **kwargs: Any,
-    ) -> Call[list[Result]]: ...
+    def call(self, method: AsyncMethod[Result], /, *args: Any, **kwargs: Any) -> Call[list[Result]]: ...
     @overload
     def call(
         self, method: GeneratorMethod[Item], /, *args: Any, collect: tuple[()], **kwargs: Any
     ) -> Call[list[Item]]: ...
     @overload
-    def call(
-        self,
-        method: GeneratorMethod[Item],
-        /,
-        *args: Any,
-        collect: Axes = None,
-        first_along: Axes = (),
-        timeout: float | None = None,
-        retries: int = 0,
-        discard: bool = False,
-        **kwargs: Any,
-    ) -> Call[list[list[Item]]]: ...
+    def call(self, method: GeneratorMethod[Item], /, *args: Any, **kwargs: Any) -> Call[list[list[Item]]]: ...
     @overload
     def call(self, method: Callable[..., Result], /, *args: Any, collect: tuple[()], **kwargs: Any) -> Call[Result]: ...
     @overload
-    def call(
-        self,
-        method: Callable[..., Result],
-        /,
-        *args: Any,
-        collect: Axes = None,
-        first_along: Axes = (),
-        timeout: float | None = None,
-        retries: int = 0,
-        discard: bool = False,
-        **kwargs: Any,
-    ) -> Call[list[Result]]: ...
+    def call(self, method: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Call[list[Result]]: ...
     def call(
         self,
         method: str | Callable[..., Any],
