@@ -23,6 +23,7 @@ from fairlead_workergroup import (
     RayWorkerGroup,
     Timeouts,
     WorkerFailureError,
+    WorkerGroupError,
 )
 
 from ..calling import MB, Worker
@@ -68,6 +69,34 @@ class TestWaiting:
         finally:
             signal.signal(signal.SIGALRM, before)
         assert group.call("rank").result() == list(range(8))
+
+    def test_a_call_of_a_signal_handler(self, group, monkeypatch):
+        """A call that a signal handler makes while its thread sends one is refused, and does not wait for itself."""
+        refused = []
+
+        def call_again():
+            with pytest.raises(WorkerGroupError, match="Set a flag in the handler") as caught:
+                group.call("rank")
+            refused.append(caught.value)
+
+        with monkeypatch.context() as patch:
+            act_before_a_call_is_sent(patch, call_again)
+            assert group.call("rank").result() == list(range(8))
+        assert len(refused) == 1
+
+    def test_order_of_a_loop_and_a_thread(self, group):
+        """A call that a loop made while a change began an epoch runs before a later one of a thread."""
+
+        async def run(threads):
+            with changing(group):
+                first = group.call("sleep", 0, (), "of the loop")
+                later = threads.submit(lambda: group.call("sleep", 0, (), "of the thread").result())
+                time.sleep(0.2)  # long enough for that thread to wait; the rest is right in any case
+            return await first, await asyncio.wrap_future(later)
+
+        with ThreadPoolExecutor() as threads:
+            asyncio.run(run(threads))
+        assert [ran[-2:] for ran in group.call("what_ran").result()] == [["of the loop", "of the thread"]] * 8
 
     def test_a_timeout_consumes_nothing(self, group, gate):
         """After a timeout the same call can be asked again and returns its result."""

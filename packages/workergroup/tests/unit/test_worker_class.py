@@ -10,9 +10,7 @@ import ray
 
 from fairlead_workergroup import RayWorkerBuilder
 from fairlead_workergroup._remote.describe import describe
-from fairlead_workergroup._start.worker_class import Method, WorkerClass, describe_class, function_kind, function_name
-
-from ..calling import Worker
+from fairlead_workergroup._start.worker_class import Method, WorkerClass, describe_class
 
 
 def timed(function):
@@ -40,21 +38,6 @@ class Kinds:
     wrapped_generator = timed(timed(generator))
     wrapped_coroutine = timed(coroutine)
     wrapped_async_generator = staticmethod(timed(async_generator))
-
-
-def test_kinds():
-    """A decorator that uses functools.wraps does not hide the kind of a method."""
-    kinds = {name: kind for name, (kind, _) in describe(Kinds)["methods"].items()}
-    assert kinds == {
-        "plain": "plain",
-        "generator": "generator",
-        "coroutine": "async",
-        "async_generator": "async_generator",
-        "wrapped_plain": "plain",
-        "wrapped_generator": "generator",
-        "wrapped_coroutine": "async",
-        "wrapped_async_generator": "async_generator",
-    }
 
 
 @pytest.mark.parametrize(
@@ -270,24 +253,6 @@ class TestResolution:
         model = make_class(Owner, by_name=False)
         assert model.method(Owner.method) is model.methods["method"]
         assert model.method(Owner().method).function is not None
-
-    def test_kinds_and_names(self):
-        """Partial functions and callable objects have the kind and the name of the function that they call."""
-
-        async def fetch(worker, x):
-            pass
-
-        async def tokens(worker):
-            yield 1
-
-        unnamed = lambda worker: 1  # noqa: E731
-
-        assert function_kind(fetch) == function_kind(functools.partial(fetch, x=1)) == "async"
-        assert (function_kind(tokens), function_kind(Worker.items)) == ("async_generator", "generator")
-        assert (function_kind(Owner()), function_kind(len)) == ("generator", "plain")
-        assert function_name(functools.partial(fetch, x=1)).endswith("fetch")
-        assert function_name(Owner()) == "Owner"
-        assert function_name(unnamed).endswith(f"<lambda> (test_worker_class.py:{unnamed.__code__.co_firstlineno})")
 
 
 SECRET = "secret-in-a-default"
