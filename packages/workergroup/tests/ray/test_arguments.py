@@ -45,13 +45,6 @@ def test_refused_before_anything_is_sent(group, requests):
     assert requests == ["rank"] * 8
 
 
-def test_refused_by_the_classic_methods(group, requests):
-    """The classic methods refuse them too."""
-    with pytest.raises(TypeError, match="argument 'seconds' of 'sleep': its part"):
-        group.run_all_workers_single_data("sleep", [Shard([1, 2], "dp")])
-    assert requests == []
-
-
 def test_a_large_container_is_stored_once(group, puts, requests):
     """Stored values are counted, and the object store has one copy for all workers."""
     call = group.call("echo", ["x" * 10_000] * 16)

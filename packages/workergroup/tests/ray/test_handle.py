@@ -219,41 +219,6 @@ def test_restart(local_ray, monkeypatch, eventually):
     assert eventually(lambda: "has ended" in refused(handle), 60)
 
 
-@ray.remote(num_cpus=0)
-def call_pid(handle):
-    return handle.call("pid").result()
-
-
-def finds(handle, pids):
-    """Return whether calls of a handle, in another process and in this one, reach these workers."""
-    try:
-        return ray.get(call_pid.remote(handle)) == handle.call("pid").result() == pids
-    except WorkerGroupError:  # they have reached the workers before
-        return False
-
-
-@pytest.mark.nightly
-def test_changes_in_a_row(local_ray, eventually):
-    """Other processes call a new group at once and a changed one soon."""
-    mesh = NamedSharding.from_shape(dp=2)
-    with (
-        RayVirtualCluster([3], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, [2], sharding_annotations=mesh) as group,
-    ):
-        handle, pids = group.handle(), group.call("pid").result()
-        assert ray.get(call_pid.remote(handle)) == pids
-        assert handle.call("pid").result() == pids
-        kill(group, 1)
-        for change in (
-            group.restart_failed_workers,
-            lambda: group.restart([0], elsewhere=True),
-            lambda: group.resize(dp=3),
-        ):
-            change()
-            assert (before := pids) != (pids := group.call("pid").result())
-            assert eventually(lambda pids=pids: finds(handle, pids), 60), before
-
-
 class Unlucky(Worker):
     """A worker that cannot start again while there is a file."""
 

@@ -150,10 +150,6 @@ async def _result_of(call):
 
 
 class TestAsync:
-    def test_one_at_a_time(self, group):
-        """Without async_communication async methods run one after the other, and return results as others do."""
-        assert group.call("slow_echo", "x").result() == ["x"] * 8
-
     def test_overlapping(self, local_ray, eventually, wait_until_running):
         """With async_communication async methods overlap and can be cancelled, and all other kinds work as before."""
         with (

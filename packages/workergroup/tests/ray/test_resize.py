@@ -34,9 +34,6 @@ from ..calling import wait_until_published
 from ..faults import (
     act_before_calls_are_awaited,
     act_while_a_change_awaits,
-    fail_to_release_the_port,
-    find_groups,
-    note_deadlines_of_a_start,
     report_late_workers_every,
 )
 
@@ -173,28 +170,6 @@ def test_calls_of_an_event_loop(group):
     assert asyncio.run(main()) >= {2, 3}
 
 
-def test_registration(cluster, eventually):
-    """After each resize the agents know the members of now, for those who look from outside."""
-
-    def registered():
-        (found,) = [one for one in find_groups() if one.name == "elastic"]
-        return found.epoch, dict(found.shape), {(one.rank, one.pid) for one in found.members}
-
-    with make(cluster, name_prefix="elastic") as group:
-        for epoch, size in enumerate((3, 1, 2), 1):
-            group.resize(dp=size)
-            now = epoch, {"dp": size}, {(one.rank, one.pid) for one in group.get_worker_status()}
-            assert eventually(lambda now=now: registered() == now, 60), registered()
-        assert group.shutdown()
-
-
-def test_one_deadline(group, monkeypatch):
-    """The timeout holds for the environment and for the description of the class too."""
-    given = note_deadlines_of_a_start(monkeypatch, takes_s=0.5)
-    assert group.resize(dp=3, timeout=120) == group.state().group_epoch
-    assert given[1] + 0.5 <= given[0] <= 120
-
-
 @pytest.mark.timeout(300)
 def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait_until_running):
     """The timeout holds for `Restart.method` of a lost worker that the resize starts again."""
@@ -225,15 +200,6 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
         assert [facts[:2] for facts in group.call("facts").result()] == [(2, 1)]
 
 
-def test_agent_that_keeps_a_port(group, monkeypatch, caplog):
-    """An old port that an agent does not release does not break the epoch that has begun."""
-    epoch = group.state().group_epoch
-    fail_to_release_the_port(group)
-    assert group.resize(dp=3) == epoch + 1
-    assert group.call("facts").result() == [(epoch + 1, 3, group.master_port, 3)] * 3
-    assert "Cannot release the port of an earlier epoch: the agent did not answer" in caplog.text
-
-
 def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
     """A shutdown of another thread in the second phase is reported as that, and not as a broken epoch."""
     (tmp_path / "gate.hang1").touch()
@@ -250,28 +216,6 @@ def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
             group.resize(dp=3, timeout=60)
         other.join(60)
         assert not isinstance(caught.value, WorkerFailureError)
-
-
-def test_calls_in_flight_finish(group):
-    """Calls of the old epoch end in it, also on ranks that leave; calls made meanwhile run in the new one."""
-    epoch, running = group.state().group_epoch, group.call("sleep", 1.0)
-    queued = group.call("rank")
-    results = []
-
-    def call():
-        while group.state().group_epoch == epoch:
-            made = group.call("facts")
-            results.append((made.group_epoch, made.result()))
-
-    with_others = threading.Thread(target=call)
-    with_others.start()
-    group.resize(dp=1)
-    with_others.join(timeout=60)
-    assert running.result() == [epoch] * 2
-    assert (queued.group_epoch, queued.result()) == (epoch, [0, 1])
-    results.append((group.state().group_epoch, group.call("facts").result()))
-    for epoch, facts in results:
-        assert {(one[0], one[1]) for one in facts} == {(epoch, len(facts))}
 
 
 def test_bad_input_is_refused(cluster, monkeypatch, requests):

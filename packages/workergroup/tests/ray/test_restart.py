@@ -18,7 +18,6 @@ from fairlead_workergroup import (
     Restart,
     Shard,
     Timeouts,
-    WorkerFailure,
     WorkerFailureError,
     WorkerGroupError,
 )
@@ -119,14 +118,6 @@ def test_map_after_a_loss(make_group, tmp_path, scope):
     assert list(group.map("die_once", [(item, tmp_path / "died") for item in range(20)])) == list(range(20))
     incarnations = [state[1] for state in group.call("state").result()]
     assert sorted(incarnations) == ([0, 1] if scope == "worker" else [1] * 2)
-
-
-def test_default_remedy():
-    """The error names the method that restarts lost workers."""
-    error = WorkerFailureError((WorkerFailure(1, "killed", cause="it was killed"),))
-    assert str(error).splitlines()[-1] == (
-        "Look at the logs of these workers. `restart_failed_workers()` starts them again."
-    )
 
 
 @pytest.mark.parametrize("bare", [True, False])
@@ -294,21 +285,6 @@ def test_time_of_on_restart(make_group):
     group = make_group(restart=Restart(on_failure=True, method="slowly_load"), timeouts=Timeouts(call_s=0.5))
     die(group, 1)
     assert group.restart_failed_workers() == [1]
-
-
-def test_two_groups(make_group, local_ray):
-    """The loss, restart and end of one group do not affect the other."""
-    with (
-        RayVirtualCluster([1], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, restart=Restart(max_restarts=1)) as other,
-    ):
-        ours = make_group(restart=Restart(on_failure=True))
-        pids = other.call("pid").result()
-        pending = other.call("double", 4)
-        die(ours, 0, 1)
-        assert ours.call("double", 2).result() == [4] * 2
-        ours.shutdown()
-        assert (pending.result(), other.call("pid").result()) == ([8], pids)
 
 
 def test_restart_after_forced_cancel(make_group, wait_until_running):

@@ -143,11 +143,6 @@ class TestWaiting:
         with RayWorkerGroup(cluster, Slow, workers_per_node=4) as group:  # the slots are free again
             assert group.world_size == 4
 
-    def test_constructor_that_ends_its_process(self, cluster):
-        """The error says that the process died while it started."""
-        with pytest.raises(WorkerStartError, match=r"rank 1 .* lost while it started: killed"):
-            RayWorkerGroup(cluster, RayWorkerBuilder(Slow, ranks=(1,), fail="exit"), workers_per_node=2)
-
     def test_deadline(self, cluster, clock, monkeypatch):
         """After `Timeouts.start_s` the error names the slow ranks, and all workers are ended."""
         builder = RayWorkerBuilder(Slow, seconds=600, ranks=(0, 2))
@@ -196,20 +191,6 @@ class TestArguments:
         with pytest.raises(error, match=message):
             RayWorkerGroup(cluster, Slow, **arguments)
         assert len(ray._private.state.actors()) == made
-
-    @pytest.mark.parametrize(
-        ("worker", "error", "message"),
-        [
-            (3, TypeError, "must be a class or its full name, got 3"),
-            (len, TypeError, "must be a class or its full name"),
-            ("Slow", ValueError, "must be 'package.module.Class', got 'Slow'"),
-            ("a.b c", ValueError, "the name of a worker class must be"),
-        ],
-    )
-    def test_bad_worker_class(self, cluster, worker, error, message):
-        """An argument that cannot be a worker class is refused."""
-        with pytest.raises(error, match=message):
-            RayWorkerGroup(cluster, worker)
 
     @pytest.mark.parametrize(
         ("name", "message"),
@@ -290,12 +271,6 @@ class TestClasses:
             RayWorkerBuilder(Slow)(slot.placement_group, slot.bundle_index, 0, max_concurrency=2)
         assert len(ray._private.state.state.actor_table(None)) == before
 
-    def test_resources_beyond_the_slot(self, cluster):
-        """An actor that requests more than its bundle holds would stay pending for ever, so it is refused."""
-        greedy = ray.remote(resources={"special": 1})(Slow)
-        with pytest.raises(ValueError, match="A worker requests 1 special, but its bundle holds 0"):
-            RayWorkerGroup(cluster, greedy)
-
 
 class TestFacts:
     def test_published_facts(self, cluster):
@@ -325,24 +300,6 @@ class TestFacts:
         assert (current.rank, current.coords, current.sharding, current.incarnation) == (0, {"dp": 0, "tp": 0}, axes, 0)
         assert facts["communication_backend"] == "gloo"
         assert facts["env"]["MASTER_PORT"] == port
-
-    def test_permuted_layout(self, cluster, puts):
-        """A layout that grows with the group is stored once instead of sent to each worker, and all workers read it."""
-
-        class Curious:
-            def current(self):
-                return current_worker()
-
-        axes = NamedSharding([[1, 0]], ["dp", "tp"])
-        with RayWorkerGroup(cluster, Curious, workers_per_node=2, sharding_annotations=axes) as group:
-            with_layout = len(puts)
-            current = group.call("current").result()
-        assert [worker.sharding for worker in current] == [axes] * 2
-        assert current[1].coords == {"dp": 0, "tp": 0}
-        in_order = NamedSharding.from_shape(dp=1, tp=2)
-        puts.clear()
-        with RayWorkerGroup(cluster, Curious, workers_per_node=2, sharding_annotations=in_order):
-            assert len(puts) == with_layout - 1
 
     def test_outside_a_worker(self):
         """There is no current worker, and reporting progress does nothing, so that code runs without a group."""

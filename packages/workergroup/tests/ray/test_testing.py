@@ -2,7 +2,6 @@
 """The test kit: its faults are real, take effect when the function returns, and end."""
 
 import os
-import time
 
 import pytest
 
@@ -21,10 +20,6 @@ class Slotted:
 
     def rank(self):
         return int(os.environ["RANK"])
-
-    def wait_for(self, gate):
-        while not os.path.exists(gate):
-            time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +45,6 @@ def test_stop(group):
     resume(group, 1)
     resume(group, 1)
     assert call.result(timeout=60) == [0, 1, 2, 3]
-
-
-def test_stop_during_a_call(group, gate, wait_until_running):
-    """A worker is stopped in the middle of a call."""
-    call = group.at(worker=0).call("wait_for", gate)
-    wait_until_running(group, "wait_for", 0)
-    with stopped(group, 0):
-        gate.touch()
-        assert not call.wait(0.3)
-    call.result(timeout=60)
 
 
 @pytest.mark.parametrize("fault", [kill, stop, resume])

@@ -9,7 +9,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import ray
 from ray.exceptions import RayActorError
@@ -26,7 +25,7 @@ from fairlead_workergroup import (
     WorkerGroupError,
 )
 
-from ..calling import MB, Worker
+from ..calling import Worker
 from ..faults import act_before_a_call_is_sent, changing, find_unfinished, limit_looks, report_late_workers_every
 
 
@@ -233,12 +232,6 @@ class TestWaiting:
             assert logged.result()
         assert "rank 2 (dp=0, tp=3)" in caplog.text
 
-    def test_text_of_a_call(self, group):
-        """The text of a call says how many workers have finished it."""
-        call = group.call("total", np.ones(MB))
-        call.result()
-        assert repr(call) == "Call('total', 8 of 8 workers done, 8 results)"
-
     def test_group_timeout(self, local_ray, tmp_path):
         """`Timeouts.call_s` is the timeout of calls without one of their own."""
         with (
@@ -275,13 +268,6 @@ class TestWaiting:
 
 
 class TestErrors:
-    def test_type_and_ranks(self, group):
-        """A worker's exception keeps its type, and a note names each failed rank with its coordinates and node."""
-        with pytest.raises(ValueError, match="would not") as caught:
-            group.call("fail", [3]).result()
-        notes = "\n".join(caught.value.__notes__)
-        assert re.search(r"rank 3 \(dp=1, tp=2\) on node \w+ \([\d.]+\), pid \d+", notes)
-
     def test_all_failing_ranks_are_listed(self, group):
         """Once all workers have failed, the notes name all of them."""
         call = group.call("fail", [3, 6])
@@ -346,16 +332,6 @@ class TestCancel:
         assert "cancelled" in ran[0]
         assert "cancelled" not in ran[5]
         assert group.call("rank").result() == list(range(8))
-
-    def test_many(self, group, gate):
-        """Of many cancelled calls none runs, neither the first nor the last."""
-        view = group.at(dp=0, tp=0)
-        running = view.call("wait_for", gate)
-        queued = [view.call("wait_for", gate, ranks=(), tag=("many", i)) for i in range(600)]
-        assert [call.cancel() for call in queued] == [[]] * 600
-        gate.touch()
-        running.result()
-        assert [tag for tag in view.call("what_ran").result()[0] if isinstance(tag, tuple)] == []
 
     def test_by_cancelling_the_task(self, group, gate):
         """Cancelling `await call`, as a timeout does, cancels the call; under `asyncio.shield` it continues."""
