@@ -75,22 +75,6 @@ def test_unordered(group, gate):
     assert [rank for _, rank in results] == [0, 0]
 
 
-def test_a_function_as_strategy(group):
-    """A function of the loads chooses the worker; an invalid choice is refused."""
-    seen = []
-
-    def last(loads):
-        seen.append(loads)
-        return 3
-
-    assert {rank for _, rank in group.map("work", [("easy", i) for i in range(6)], strategy=last)} == {3}
-    assert {len(loads) for loads in seen} == {4}
-    assert max(loads[3] for loads in seen) == 2
-    for wrong in (4, -1, "0", True):
-        with pytest.raises(ValueError, match="the load balancing strategy returned"):
-            list(group.map("work", [("easy", 1)], strategy=lambda loads, wrong=wrong: wrong))
-
-
 def test_items_are_taken_as_needed(group, requests):
     """An endless iterator works: only the items in flight are taken, and no worker is called before."""
     taken = []

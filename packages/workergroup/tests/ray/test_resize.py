@@ -4,6 +4,7 @@
 import asyncio
 import copy
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -347,6 +348,18 @@ def test_broken_epoch_and_its_repair(cluster, tmp_path, how, skip_wait_for, wait
         assert group.master_port != port
         assert group.call("facts").result() == [(2, 3, group.master_port, 3)] * 3
         assert [history[-1] for history in group.call("history").result()] == group.call("facts").result()
+
+
+def test_interrupted_wait(group, gate, monkeypatch):
+    """Ctrl-C ends the wait for a resize, which runs to its end, and the next call waits for it."""
+    epoch, held = group.state().group_epoch, group.call("wait_for", gate)
+    main = threading.main_thread().ident
+    act_before_calls_are_awaited(monkeypatch, lambda: signal.pthread_kill(main, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        group.resize(dp=3)
+    gate.touch()
+    assert group.call("facts").result() == [(epoch + 1, 3, group.master_port, 3)] * 3
+    assert held.result() == [epoch] * 2
 
 
 def test_two_resizes_at_once(group, gate, monkeypatch):

@@ -223,13 +223,6 @@ class TestResolution:
             assert model.method(getattr(Model, name)) is model.methods[name]
         assert model.method(Base.inherited) is model.methods["inherited"]
 
-    def test_methods_that_have_another_name(self):
-        """With the class at hand a method is found by its function, not by the function's name."""
-        model = make_class(Model, by_name=False)
-        assert model.method(Model.renamed) is model.methods["renamed"]
-        # With the full name only, the method of an anonymous function is not known.
-        assert make_class(Model, by_name=True).method(Model.renamed).function is not None
-
     @pytest.mark.parametrize("by_name", [False, True], ids=["class", "name"])
     def test_other_functions(self, by_name):
         """Overridden methods, private methods and namesakes from elsewhere are ordinary functions."""
