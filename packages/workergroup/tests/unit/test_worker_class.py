@@ -152,18 +152,6 @@ def test_named_methods():
         describe_class(Hidden, ["_no"], asks=[], node_id="", runtime_env=None, timeout_s=1.0)
 
 
-def doubled(function):
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        return 2 * function(*args, **kwargs)
-
-    return wrapper
-
-
-def anonymous(function):
-    return lambda *args: function(*args)
-
-
 class Base:
     def inherited(self):
         return 1
@@ -176,11 +164,12 @@ class Model(Base):
     def overridden(self):
         return "model"
 
-    @doubled
+    @timed
     def decorated(self):
         return 3
 
-    renamed = anonymous(Base.inherited)
+    def compared(self, other):
+        return self is other
 
     @staticmethod
     def static(value):
@@ -194,58 +183,24 @@ class Model(Base):
         return "private"
 
 
-class Owner:
-    """A callable object with a method."""
+@pytest.mark.parametrize("by_name", [False, True], ids=["class", "name"])
+def test_functions_that_are_methods(by_name):
+    """Own, inherited, decorated and static methods are called by name; all other functions run as they are."""
+    description = describe(Model)
+    methods = {name: Method(name, kind, None) for name, (kind, _) in description["methods"].items()}
+    full_name, cls = f"{__name__}.Model", None if by_name else Model
+    model = WorkerClass(full_name, "Model", methods, cls=cls, full_names=description["full_names"])
+    for name in ("inherited", "overridden", "decorated", "static", "of_class"):
+        assert model.method(getattr(Model, name)) is model.methods[name]
+        if not by_name:
+            assert model.method(getattr(ray.remote(Model), name)) is model.methods[name]
+    assert model.method(Base.inherited) is model.methods["inherited"]
 
-    def __call__(self, worker):
-        yield worker
-
-    def method(self, worker):
+    def inherited(worker):
         return worker
 
-
-def make_class(cls, *, by_name):
-    """Return the description of a class that is given as the class or by its full name."""
-    description = describe(cls)
-    methods = {name: Method(name, kind, None) for name, (kind, _) in description["methods"].items()}
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    return WorkerClass(name, "Model", methods, cls=None if by_name else cls, full_names=description["full_names"])
-
-
-class TestResolution:
-    """Tests of functions that are methods of the class."""
-
-    @pytest.mark.parametrize("by_name", [False, True], ids=["class", "name"])
-    def test_methods(self, by_name):
-        """Own, inherited, decorated and static methods are called by name."""
-        model = make_class(Model, by_name=by_name)
-        for name in ("inherited", "overridden", "decorated", "static", "of_class"):
-            assert model.method(getattr(Model, name)) is model.methods[name]
-        assert model.method(Base.inherited) is model.methods["inherited"]
-
-    @pytest.mark.parametrize("by_name", [False, True], ids=["class", "name"])
-    def test_other_functions(self, by_name):
-        """Overridden methods, private methods and namesakes from elsewhere are ordinary functions."""
-
-        def inherited(worker):
-            return worker
-
-        model = make_class(Model, by_name=by_name)
-        for function in (Base.overridden, Model._private, inherited):
-            assert model.method(function).function is not None
-
-    def test_remote_class(self):
-        """Methods looked up on a `@ray.remote` class are those of the class below."""
-        remote = ray.remote(Model)
-        model = make_class(Model, by_name=False)
-        assert model.method(remote.decorated) is model.methods["decorated"]
-        assert model.method(remote.of_class) is model.methods["of_class"]
-
-    def test_a_bound_method_is_a_function(self):
-        """A method of an object in the driver is not the worker's method."""
-        model = make_class(Owner, by_name=False)
-        assert model.method(Owner.method) is model.methods["method"]
-        assert model.method(Owner().method).function is not None
+    for function in (Base.overridden, Model._private, inherited, Model().compared):
+        assert model.method(function).function is not None
 
 
 SECRET = "secret-in-a-default"
