@@ -102,11 +102,6 @@ def head_is_silent() -> bool:
     return placement_head.head_is_silent()
 
 
-def explain_no_death(patch: Patch) -> None:
-    """Let Ray report the death of a worker without its cause."""
-    patch.setattr(losses, "_ask_actors", lambda *_: {})
-
-
 def publish(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is on a board for a group that is described as plain data."""
     return {registration.KEY + about["id"]: {"schema": registration.SCHEMA, **about}}
@@ -295,11 +290,6 @@ def _act_at_a_bar(patch: Patch, module: Any, ranks: list[int], act: Callable[[],
 def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run when a call has been checked, and before Ray gets it."""
     act_before(patch, replies, "submit", act)
-
-
-def act_before_nodes_look(patch: Patch, act: Callable[[], object]) -> None:
-    """Let `act` run when a status has the members of the group, and before the nodes look at them."""
-    act_before(patch, _observer, "ask_nodes", act)
 
 
 def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:

@@ -50,12 +50,6 @@ class TestRecipientsAndResults:
         """Each coordinate has one result, row-major in the order given; with no axes, it is the one result itself."""
         assert group.call("rank", collect=collect).result() == ranks
 
-    @pytest.mark.smoke
-    def test_first_along(self, group):
-        """Only coordinate 0 along the axes is called."""
-        call = group.call("rank", first_along=("tp",))
-        assert (call.result(), call.called_workers) == ([0, 5], [0, 5])
-
     def test_lists_of_a_call_are_its_own(self, group):
         """A change of a call's lists or of an outcome's coordinates does not reach later calls."""
         first = group.call("rank", collect="dp")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
 import ray
 
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
@@ -37,20 +36,6 @@ def answers(group, method):
 
 
 class TestWorkers:
-    @pytest.mark.smoke
-    def test_rank_variables(self, cluster):
-        """Every worker has torch's rank variables, and all have the same master address and leased port."""
-        with RayWorkerGroup(cluster, Reporter, workers_per_node=4) as group:
-            found = answers(group, "environment")
-            assert [int(env["RANK"]) for env in found] == list(range(4))
-            assert [int(env["LOCAL_RANK"]) for env in found] == list(range(4))
-            assert {(env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["NODE_RANK"]) for env in found} == {
-                ("4", "4", "0")
-            }
-            assert {(env["MASTER_ADDR"], int(env["MASTER_PORT"])) for env in found} == {
-                (group.master_address, group.master_port)
-            }
-
     def test_user_and_driver_variables(self, cluster, monkeypatch):
         """Workers get the user's variables and the listed ones of the driver; the user's mapping is not changed."""
         monkeypatch.setenv("NCCL_DEBUG", "from driver")

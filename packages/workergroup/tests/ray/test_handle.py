@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,34 +289,6 @@ def test_resize_during_a_call(local_ray):
             handle.call("take", value).result(timeout=60)
         assert (raised.value.epoch, raised.value.ran, raised.value.refused) == (1, (), (0,))
         assert handle.call("take", 0).result(timeout=60) == [(0, 1), (1, 1)]
-
-
-class Source:
-    """An asyncio worker with a plain generator."""
-
-    def __init__(self):
-        self.goes = threading.Event()
-
-    async def go(self):
-        self.goes.set()
-
-    def items(self):
-        """Yield whether the worker has run `go` since the first item."""
-        yield self.goes.is_set()
-        yield self.goes.wait(30)
-
-
-def test_a_generator_of_an_asyncio_worker(local_ray):
-    """A generator that a handle calls runs beside the event loop of an asyncio worker, as when its owner calls it."""
-    with (
-        RayVirtualCluster([1], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Source, async_communication=True) as group,
-    ):
-        handle = group.handle()
-        items = handle.call("items").stream()
-        assert next(items).value is False
-        handle.call("go").result(timeout=20)
-        assert next(items).value is True
 
 
 OWNER = """

@@ -13,7 +13,6 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     RayWorkerGroup,
-    RemoteError,
     Shard,
     StaleGroupError,
     current_worker,
@@ -226,27 +225,6 @@ def test_published_after_facts(local_ray, change, monkeypatch):
             group.restart_failed_workers()
         assert seen[-1] == (1, 1)
         assert all(published == of_worker for published, of_worker in seen)
-
-
-def test_never_published(group, monkeypatch):
-    """While the workers are in an epoch that is not published, each call raises an error, and no worker runs it."""
-    limit_waits_of_handles(monkeypatch, 0.1)
-    handle = group.handle()
-    group.call(set_epoch, group.state().group_epoch + 1).result()
-    group.call("take_runs").result()
-    try:
-        with pytest.raises(StaleGroupError, match="none of its workers has run it") as raised:
-            handle.call("take").result()
-        assert (raised.value.ran, raised.value.refused) == ((), (0, 1, 2, 3))
-        # A call whose argument was refused has not run either.
-        refused = handle.call("take")
-        with pytest.raises(StaleGroupError, match="none of its workers has run it"):
-            handle.call("take", refused).result()
-        with pytest.raises(RemoteError, match="'take' was planned for epoch"):
-            group.call("take", refused).result()
-        assert group.call("take_runs").result() == [0] * 4
-    finally:
-        group.call(set_epoch, group.state().group_epoch).result()
 
 
 def test_running(group, rank_ahead, gate):

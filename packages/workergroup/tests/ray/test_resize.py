@@ -379,25 +379,6 @@ def test_two_resizes_at_once(group, gate, monkeypatch):
     assert group.call("facts").result() == [(epoch + 2, 4, group.master_port, 4)] * 4
 
 
-def test_epoch_of_a_restart(group):
-    """A restart raises the epoch for everybody and changes nothing else for those that live."""
-    epoch, (survivor, _) = group.state().group_epoch, group.call("history").result()
-    restarts = [one.restarts for one in group.get_worker_status()]
-    kill(group, 1)
-    with pytest.raises(WorkerFailureError):
-        group.call("rank").result()
-    assert group.restart_failed_workers() == [1]
-    assert group.state().group_epoch == epoch + 1
-    assert group.call("facts").result() == [(epoch + 1, 2, group.master_port, 2)] * 2
-    assert group.call("history").result() == [survivor, []]
-    kill(group, 0)
-    with pytest.raises(WorkerFailureError):
-        group.call("rank").result()
-    assert group.resize(dp=3) == epoch + 2  # starts rank 0 again too
-    assert group.call("facts").result() == [(epoch + 2, 3, group.master_port, 3)] * 3
-    assert [one.restarts for one in group.get_worker_status()] == [*(before + 1 for before in restarts), 0]
-
-
 def test_tied_groups(cluster):
     """Tied groups come and go as a whole, and do not move."""
     options = {"workers_per_node": None, "bundle_indices_list": [(0, [0, 1])]}

@@ -106,16 +106,6 @@ def test_restart_with_a_collective(cluster, tmp_path):
         assert [facts[4] for facts in group.call("facts").result()] == [2, 2]
 
 
-def test_resize_after_a_loss_with_group_scope(cluster):
-    """A resize restarts the ranks that `restart_failed_workers` would restart: with scope "group" all of them."""
-    builder = RayWorkerBuilder(Worker, "new")
-    with RayWorkerGroup(cluster, builder, workers_per_node=[2], restart=Restart(scope="group", method="load")) as group:
-        lose(group, 1)
-        group.resize(worker=3)
-        states = [(incarnation, value) for _, _, incarnation, _, value in group.call("facts").result()]
-        assert states == [(1, None), (1, None), (0, "new")]
-
-
 def test_refusals(cluster):
     """Wrong ranks and too few free slots are refused, and nothing has changed; with scope "group" all restart."""
     with RayWorkerGroup(cluster, Worker, workers_per_node=[2], restart=Restart(scope="group")) as group:

@@ -57,15 +57,6 @@ class Source(Protocol):
         """Let its next event happen."""
 
 
-class Ref(Protocol):
-    """A reference to an object, which a worker makes."""
-
-    is_done: bool
-    has_failed: bool
-
-    def value(self) -> Any: ...
-
-
 class Moment(NamedTuple):
     """A line of the history of a run."""
 

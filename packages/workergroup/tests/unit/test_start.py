@@ -211,6 +211,11 @@ class TestLayers:
             "Workers do not get MASTER_ADDR, RANK, RAY_JOB_ID"
         ]
 
+    def test_configure_worker_warns(self, caplog):
+        """A warning names the variables that configure_worker overrides."""
+        make_environment(of_rank={"RANK": "3"}, of_user={"A": "1"}, configured={"RANK": "0", "A": "2", "B": "3"})
+        assert caplog.messages == ["configure_worker overrides A, RANK for rank 3"]
+
     def test_split(self):
         """PYTHONPATH goes into sys.path, what is read when a process starts needs a new one, others are set in it."""
         loader = "LD_PRELOAD PYTHONHASHSEED MALLOC_ARENA_MAX GLIBC_TUNABLES LD_LIBRARY_PATH LC_ALL TZ ASAN_OPTIONS"
