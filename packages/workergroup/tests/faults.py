@@ -339,28 +339,10 @@ def publish_next_epoch(group: Any) -> None:
     group._provisioner.publish()
 
 
-def act_before_publications(patch: Patch, act: Callable[[], object]) -> None:
-    """Let `act` run before a change of a group publishes its members, when the constructors have finished."""
-    publish = registration.Registration.publish
-
-    def act_and_publish(own: Any, starting: Any) -> None:
-        if not starting:
-            act()
-        publish(own, starting)
-
-    patch.setattr(registration.Registration, "publish", act_and_publish)
-
-
 def send_alone(worker: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Send a function to a worker that it runs when no method runs, as a change of the group does."""
     how = {"method": function.__name__, "function": True, "alone": 60.0}
     return worker._fairlead_call.remote(how, ray.cloudpickle.dumps(function), *args)
-
-
-def run_in_worker(worker: Any, function: Callable[..., Any]) -> Any:
-    """Return what a function returns that a worker runs between two calls."""
-    ref = worker._fairlead_apply.remote("function", ray.cloudpickle.dumps(function))
-    return ray.get(ref, timeout=30)
 
 
 def waits_for_methods(worker: Any) -> Any:

@@ -20,10 +20,8 @@ from fairlead_workergroup import (
 
 from ..calling import Acting
 from ..faults import (
-    act_before_publications,
     limit_waits_of_handles,
     publish_next_epoch,
-    run_in_worker,
     runs_overlapping_methods,
     send_alone,
     waits_for_methods,
@@ -202,29 +200,6 @@ def test_map(group):
     with pytest.raises(StaleGroupError, match="was planned for epoch"):
         list(handle.map("take", items))
     assert len(list(handle.map("take", [1, 2]))) == 2
-
-
-@pytest.mark.parametrize("change", ["resize", "restart"])
-def test_published_after_facts(local_ray, change, monkeypatch):
-    """An epoch is published when its facts are on their way to all workers that keep running, so that none refuses."""
-    with (
-        RayVirtualCluster([3], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, [2], sharding_annotations=NamedSharding.from_shape(dp=2)) as group,
-    ):
-        seen = []
-
-        def look():
-            of_rank_0 = run_in_worker(group.workers[0], lambda worker: sys.modules["_fairlead_worker"].facts["epoch"])
-            seen.append((group.state().group_epoch, of_rank_0))
-
-        act_before_publications(monkeypatch, look)
-        if change == "resize":
-            group.resize(dp=3)
-        else:
-            ray.kill(group.workers[1])
-            group.restart_failed_workers()
-        assert seen[-1] == (1, 1)
-        assert all(published == of_worker for published, of_worker in seen)
 
 
 def test_running(group, rank_ahead, gate):
