@@ -20,7 +20,7 @@ from ray.experimental.locations import get_local_object_locations
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, extension
 from fairlead_placement._nodes import head as placement_head
-from fairlead_workergroup import _observer
+from fairlead_workergroup import _observer, _world
 from fairlead_workergroup._calls import handle
 from fairlead_workergroup._membership import (
     change,
@@ -44,6 +44,12 @@ from fairlead_workergroup._transport import replies
 Patch = pytest.MonkeyPatch
 
 # Limits.
+
+
+def set_clock(patch: Patch, clock: Any) -> None:
+    """Let the deadlines of this process be those of a clock."""
+    patch.setattr(launch, "time", clock)
+    patch.setattr(_world.RealWorld, "now", clock.monotonic)
 
 
 def limit_requests_to_the_head(patch: Patch, seconds: float) -> None:
