@@ -65,11 +65,6 @@ def limit_requests_to_the_head(patch: Patch, seconds: float) -> None:
         patch.setattr(module, name, seconds)
 
 
-def limit_looks(patch: Patch, seconds: float) -> None:
-    """Let a look at late or silent workers wait this long for Ray's head."""
-    patch.setattr(query, "HEAD_S", seconds)
-
-
 def limit_answers_of_nodes(patch: Patch, seconds: float) -> None:
     """Let a look at workers wait this long for the agents of their nodes."""
     patch.setattr(query, "ANSWER_S", seconds)

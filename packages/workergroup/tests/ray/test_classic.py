@@ -242,17 +242,6 @@ class TestStoredValues:
         assert len(puts) == 1
         assert {(writeable, total) for _, writeable, total in seen} == {(False, 4_000_000.0)}
 
-    def test_one_put_per_distinct_value(self, group, puts):
-        """An object that is given several times, or as a piece to several workers, is stored once."""
-        a, b = np.zeros(10_000), np.ones(10_000)
-        ray.get(group.run_all_workers_multiple_data("echo", [a, b] * 4, [b] * 8, common_kwargs={"more": a}))
-        assert len(puts) == 2
-        future = group.run_all_workers_sharded_data("address_of", [a, b], output_is_replicated=["tp"], **OVER_DP)
-        assert [total for *_, total in group.get_all_worker_results(future)] == [0.0, 10_000.0]
-        assert len(puts) == 4
-        silent = set(range(8)).difference(future.return_from_workers)
-        assert ray.get([future.futures[rank] for rank in silent]) == [None] * 6
-
     def test_refs_are_passed_through(self, group, puts):
         """An ObjectRef as a piece reaches the worker as its value, without a put or a fetch."""
         refs = [ray.put("a"), ray.put("b")]

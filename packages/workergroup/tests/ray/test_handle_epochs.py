@@ -13,7 +13,6 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     RayWorkerGroup,
-    Shard,
     StaleGroupError,
     current_worker,
 )
@@ -168,29 +167,6 @@ def test_mixed(group, rank_ahead):
             assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,)), way
             assert raised.value.epoch == group.state().group_epoch + 1
         assert group.call("take_runs").result() == [1, 0, 1, 1]
-
-
-def test_mixed_requests(group, rank_ahead):
-    """Functions, gathered arguments, pieces, and workers without a result refuse a call as well."""
-    handle = group.handle()
-    before = handle.at(tp=0).call("take", 1)
-    requests = [
-        lambda: handle.call(lambda worker: worker.take()),
-        lambda: handle.call("take", before),
-        lambda: handle.call("take", Shard([1, 2], "dp")),
-        lambda: handle.call("take", collect="dp"),
-        lambda: handle.call("count", before),
-        lambda: handle.call("count", 2, collect=()),
-        lambda: handle.call("take", discard=True),
-    ]
-    before.result()
-    for make in requests:
-        group.call("take_runs").result()
-        with pytest.raises(StaleGroupError) as raised:
-            make().result(timeout=60)
-        assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,))
-        assert group.call("take_runs").result() == [1, 0, 1, 1]
-    assert handle.at(dp=1).call("take").result() == [(2, group.state().group_epoch), (3, group.state().group_epoch)]
 
 
 def test_map(group):

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ray
 
-from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement import ResourceInsufficientError
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     Elastic,
@@ -83,12 +83,6 @@ class Worker:
 
     def add(self, value):
         return current_worker().rank, value
-
-
-@pytest.fixture(scope="module")
-def cluster(local_ray):
-    with RayVirtualCluster([8], use_gpus=False) as reserved:
-        yield reserved
 
 
 def make(cluster, **options):

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import (
@@ -281,19 +280,3 @@ def test_bad_methods_and_retries(make_group, lasting):
     for wrong in (-1, 1.5, True):
         with pytest.raises(ValueError, match="retries must be a whole number"):
             lasting.call("pid", retries=wrong)
-
-
-def test_slots_of_two_clusters(local_ray):
-    """Workers restart in place; slots of two clusters with the same numbers are different slots."""
-    with (
-        RayVirtualCluster([1], use_gpus=False) as one,
-        RayVirtualCluster([1], use_gpus=False) as other,
-        RayWorkerGroup([*one.slots(), *other.slots()], Worker, restart=Restart(on_failure=True)) as group,
-    ):
-        before = group.call("pid").result()
-        die(group, 0)
-        assert group.restart_failed_workers() == [0]
-        assert [now == pid for now, pid in zip(group.call("pid").result(), before, strict=True)] == [False, True]
-        die(group, 1)
-        assert group.call("double", 5).result() == [10, 10]
-        assert ray.get(group.workers[1].double.remote(1)) == 2

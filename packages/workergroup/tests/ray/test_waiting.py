@@ -26,7 +26,7 @@ from fairlead_workergroup import (
 )
 
 from ..calling import Worker
-from ..faults import act_before_a_call_is_sent, changing, find_unfinished, limit_looks, report_late_workers_every
+from ..faults import act_before_a_call_is_sent, changing, find_unfinished, report_late_workers_every
 
 
 class TestWaiting:
@@ -184,18 +184,6 @@ class TestWaiting:
             assert results == [5] * 20
 
         asyncio.run(main())
-
-    def test_a_head_that_hangs(self, group, gate, monkeypatch, eventually, stop_process):
-        """A timeout is raised although Ray's head does not answer; the nodes still name the methods of late workers."""
-        limit_looks(monkeypatch, 0.2)
-        head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
-        call = group.call("wait_for", gate, ranks=[5], timeout=0.2)
-        assert eventually(lambda: len(find_unfinished(call)) == 1, 60)
-        with stop_process(head), pytest.raises(CallTimeoutError) as caught:
-            call.result()
-        assert [(late.rank, late.method) for late in caught.value.late] == [(5, "wait_for")]
-        gate.touch()
-        assert eventually(call.done, 60)
 
     def test_storing_an_argument_delays_no_other_thread(self, group):
         """While one thread stores a value, the call of another thread is sent."""
