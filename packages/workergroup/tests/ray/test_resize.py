@@ -356,6 +356,20 @@ def test_interrupted_wait(group, gate, monkeypatch):
     assert held.result() == [epoch] * 2
 
 
+def test_call_of_a_finalizer(group, monkeypatch):
+    """A call that a finalizer makes on the thread of a change is refused at once: the change would wait for itself."""
+    refused = []
+
+    def call():
+        with pytest.raises(WorkerGroupError, match="finalizer") as caught:
+            group.call("rank")
+        refused.append(caught.value)
+
+    act_before_calls_are_awaited(monkeypatch, call)
+    group.resize(dp=3)
+    assert len(refused) == 1
+
+
 def test_two_resizes_at_once(group, gate, monkeypatch):
     """The second one waits, or raises by its timeout."""
     waits = threading.Event()
