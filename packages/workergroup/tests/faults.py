@@ -125,18 +125,6 @@ def find_groups() -> list[Any]:
     return list(publications.find_groups())
 
 
-def count_questions(patch: Patch) -> list[str]:
-    """Return a list that gets the id of each node that is asked about workers."""
-    asked: list[str] = []
-
-    def run_on_nodes(function: Any, asks: Any, **options: Any) -> Any:
-        asked.extend(asks)
-        return extension.run_on_nodes(function, asks, **options)
-
-    patch.setattr(query, "run_on_nodes", run_on_nodes)
-    return asked
-
-
 def delay_nodes(patch: Patch, seconds: float, nodes: Collection[str] | None = None) -> None:
     """Let the nodes, or some of them, answer questions about workers only after some seconds."""
 
@@ -296,13 +284,6 @@ def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
 def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
     """Let `act` run whenever a start of workers waits for these ranks, and for no others."""
     _act_at_a_bar(patch, launch, ranks, act)
-
-
-def note_reads(patch: Patch) -> list[int]:
-    """Return a list that gets an entry each time a handle reads its group."""
-    reads: list[int] = []
-    act_before(patch, handle, "read_group", lambda: reads.append(1))
-    return reads
 
 
 def limit_waits_of_handles(patch: Patch, seconds: float) -> None:

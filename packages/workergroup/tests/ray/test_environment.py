@@ -9,7 +9,7 @@ import textwrap
 
 import ray
 
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+from fairlead_workergroup import RayWorkerGroup
 
 
 class Reporter:
@@ -70,15 +70,6 @@ class TestWorkers:
             for module in ("this", "hypothesis"):
                 assert group.call("where", module).result() == [(str(tmp_path / f"{module}.py"),) * 2]
             assert runtime_env(group) == {}
-
-    def test_class_runtime_env(self, cluster):
-        """The class's own runtime_env has the lowest precedence."""
-        decorated = ray.remote(runtime_env={"env_vars": {"OF_CLASS": "1", "BOTH": "class"}})(Reporter)
-        with RayWorkerGroup(
-            cluster, RayWorkerBuilder(decorated), workers_per_node=1, env_vars={"BOTH": "user"}
-        ) as group:
-            (env,) = answers(group, "environment")
-        assert (env["OF_CLASS"], env["BOTH"]) == ("1", "user")
 
 
 def runtime_env(group):

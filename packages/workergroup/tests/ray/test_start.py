@@ -265,18 +265,6 @@ class TestManyGroups:
             names = [row["ActorClassName"] for row in ray._private.state.actors().values() if row["State"] != "DEAD"]
             assert sorted(names) == ["NodeAgent"] + ["Slow"] * 8
 
-    def test_default_names_side_by_side(self, local_ray):
-        """Two clusters and two groups with default names run at the same time, each with its own port."""
-        with (
-            RayVirtualCluster([1], use_gpus=False) as one,
-            RayVirtualCluster([1], use_gpus=False) as two,
-            RayWorkerGroup(one, Slow) as first,
-            RayWorkerGroup(two, Slow) as second,
-        ):
-            assert [worker["name"] for worker in first.worker_metadata] == ["Slow-0-0"]
-            assert first.worker_metadata[0]["name"] == second.worker_metadata[0]["name"]
-            assert first.master_port != second.master_port
-
     def test_no_room_for_a_group(self, cluster):
         """A slot without room refuses a second group at once; the error names the first group and the remedy."""
         with (
@@ -288,13 +276,6 @@ class TestManyGroups:
             RayWorkerGroup(cluster, Slow, workers_per_node=2)
         with RayWorkerGroup(cluster, Slow, workers_per_node=1):
             pass
-
-    def test_master_port_in_range(self, local_ray):
-        """The master port is leased in the cluster's range, and released with the group."""
-        with RayVirtualCluster([1], use_gpus=False, port_range_low=23450, port_range_high=23450) as cluster:
-            for _ in range(2):
-                with RayWorkerGroup(cluster, Slow) as group:
-                    assert group.master_port == 23450
 
     @pytest.mark.smoke
     def test_colocated(self, local_ray):

@@ -13,13 +13,12 @@ from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroup
 from fairlead_workergroup.testing import kill
 
 from ..faults import (
-    count_questions,
     delay_nodes,
     limit_answers_of_nodes,
     restarting,
     unreadable_record,
 )
-from ..hanging import hanging, stopped, take_memory
+from ..hanging import hanging, take_memory
 
 
 class Worker:
@@ -60,22 +59,6 @@ def group(cluster):
 
 def states(group, **options):
     return [status.state for status in group.get_worker_status(**options)]
-
-
-def test_one_request_for_each_node(group, gate, eventually, monkeypatch):
-    """Eight workers on four nodes need four questions, while all are busy and one of them is stopped."""
-    assert states(group) == ["idle"] * 8
-    call = group.call("work", gate)
-    assert eventually(lambda: states(group) == ["busy"] * 8, 60)
-    nodes = sorted({worker["node_id"] for worker in group.worker_metadata})
-    asked = count_questions(monkeypatch)
-    with stopped(group, 5):
-        for ask in (group.get_worker_status, group.detect_stuck_workers, group.get_resource_usage):
-            asked.clear()
-            ask()
-            assert sorted(asked) == nodes
-    gate.touch()
-    call.result()
 
 
 def test_fields(group, gate, eventually):
