@@ -139,6 +139,7 @@ def copy_tests(session: nox.Session, *names: str) -> Path:
     here = make_folder(session, "tests")
     for file in ("conftest.py", "pyproject.toml", "test-seconds.json"):
         shutil.copy(ROOT / file, here)
+    shutil.copytree(ROOT / "fixtures", here / "fixtures")
     for name in names:
         shutil.copytree(ROOT / "packages" / name, here / "packages" / name, ignore=shutil.ignore_patterns("src"))
     return here

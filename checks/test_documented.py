@@ -57,7 +57,12 @@ def test_variables():
     code = "".join(path.read_text(encoding="utf-8") for folder in FOLDERS for path in folder.rglob("*.py"))
     named = set(re.findall(rf'"({pattern})"', code)) - {"MEGASCALE_DEFAULT_PORT"}  # A constant of this name.
     assert named - listed == set()
-    tools = [ROOT / "conftest.py", ROOT / "noxfile.py", *ROOT.glob("packages/*/tests/**/*.py")]
+    tools = [
+        ROOT / "conftest.py",
+        ROOT / "noxfile.py",
+        *ROOT.glob("fixtures/*.py"),
+        *ROOT.glob("packages/*/tests/**/*.py"),
+    ]
     tools += ROOT.glob("integration-tests/**/*.py")
     code += "".join(path.read_text(encoding="utf-8") for path in tools)
     assert [name for name in sorted(listed) if name not in code] == []

@@ -77,6 +77,15 @@ def doomed(local_ray: None) -> Iterator["RayWorkerGroup"]:
 
 
 @pytest.fixture
+def clock(clock: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the clock of this process's deadlines, which a test can set forward."""
+    from .faults import set_clock
+
+    set_clock(monkeypatch, clock)
+    return clock
+
+
+@pytest.fixture
 def puts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the size in bytes of each value that the test stores with `ray.put`."""
     from .faults import note_puts

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ import ray
 from ray.experimental.locations import get_local_object_locations
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, extension
-from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as placement_head
-from fairlead_workergroup import _model, _observer, _ray_private
+from fairlead_workergroup import _observer, _world
 from fairlead_workergroup._calls import handle
 from fairlead_workergroup._membership import (
     change,
@@ -31,8 +29,6 @@ from fairlead_workergroup._membership import (
     ends,
     losses,
     operations,
-    provision,
-    shutdown,
 )
 from fairlead_workergroup._observe import (
     board,
@@ -49,6 +45,12 @@ Patch = pytest.MonkeyPatch
 # Limits.
 
 
+def set_clock(patch: Patch, clock: Any) -> None:
+    """Let the deadlines of this process be those of a clock."""
+    patch.setattr(launch, "time", clock)
+    patch.setattr(_world.RealWorld, "now", clock.monotonic)
+
+
 def limit_requests_to_the_head(patch: Patch, seconds: float) -> None:
     """Let nothing wait longer than this for Ray's head."""
     for module, name in (
@@ -60,17 +62,6 @@ def limit_requests_to_the_head(patch: Patch, seconds: float) -> None:
         (losses, "LOOK_S"),
     ):
         patch.setattr(module, name, seconds)
-
-
-def limit_requests_of_looks(patch: Patch, seconds: float) -> None:
-    """Let the requests with which a group looks after its workers wait this long for Ray's head."""
-    patch.setattr(head, "REQUEST_S", seconds)
-    limit_looks(patch, seconds)
-
-
-def limit_looks(patch: Patch, seconds: float) -> None:
-    """Let a look at late or silent workers wait this long for Ray's head."""
-    patch.setattr(query, "HEAD_S", seconds)
 
 
 def limit_answers_of_nodes(patch: Patch, seconds: float) -> None:
@@ -93,11 +84,6 @@ def limit_ends_of_children(patch: Patch, seconds: float) -> None:
     patch.setattr(process, "CHILD_GRACE_S", seconds)
 
 
-def limit_waits_for_room(patch: Patch, seconds: float) -> None:
-    """Let the end of workers wait this long for those that Ray has not created, as it may have no room for them."""
-    patch.setattr(ends, "MADE_S", seconds)
-
-
 def report_late_workers_every(patch: Patch, seconds: float) -> None:
     """Let a wait for workers look at this interval at the clock, and at the workers that are late."""
     patch.setattr(replies, "REPORT_EVERY_S", seconds)
@@ -114,31 +100,6 @@ def longest_shutdown(timeout_s: float) -> float:
 def head_is_silent() -> bool:
     """Return whether a request to Ray's head is late in this process."""
     return placement_head.head_is_silent()
-
-
-def watch_requests_to_the_head(patch: Patch) -> Callable[[], set[str]]:
-    """Return a function that returns the names of the requests to Ray's head that have no answer yet."""
-    asked: list[tuple[str, Any]] = []
-
-    def start(*args: Any) -> Any:
-        job = background.run_in_thread(*args)
-        asked.append((args[0].__name__, job))
-        return job
-
-    patch.setattr(placement_head, "run_in_thread", start)
-    return lambda: {name for name, job in asked if not job.over.is_set()}
-
-
-def note_requests_for_dead_actors(patch: Patch) -> list[int]:
-    """Let Ray's head know of no dead actor; return a list that gets an entry for each request for them."""
-    asked: list[int] = []
-    patch.setattr(losses, "dead_actors", lambda: asked.append(1) or frozenset())
-    return asked
-
-
-def explain_no_death(patch: Patch) -> None:
-    """Let Ray report the death of a worker without its cause."""
-    patch.setattr(losses, "_ask_actors", lambda *_: {})
 
 
 def publish(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,18 +122,6 @@ def read_published(patch: Patch, group_id: str) -> Any:
 def find_groups() -> list[Any]:
     """Return the groups of all jobs, as those who look from outside see them."""
     return list(board.find_groups())
-
-
-def count_questions(patch: Patch) -> list[str]:
-    """Return a list that gets the id of each node that is asked about workers."""
-    asked: list[str] = []
-
-    def run_on_nodes(function: Any, asks: Any, **options: Any) -> Any:
-        asked.extend(asks)
-        return extension.run_on_nodes(function, asks, **options)
-
-    patch.setattr(query, "run_on_nodes", run_on_nodes)
-    return asked
 
 
 def delay_nodes(patch: Patch, seconds: float, nodes: Collection[str] | None = None) -> None:
@@ -200,11 +149,6 @@ def drain_without_agents(patch: Patch, nodes: set[str]) -> list[str]:
     patch.setattr(ends, "run_on_nodes", run_on_nodes)
     patch.setattr(ends, "draining_nodes", lambda: frozenset(nodes))
     return silent
-
-
-def end_processes_by(patch: Patch, function: Callable[..., object]) -> None:
-    """Let the agents of nodes run a function of the test to end the processes of workers."""
-    patch.setattr(ends, "end_trees", function)
 
 
 def keep_processes_alive(patch: Patch) -> None:
@@ -341,21 +285,6 @@ def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
     act_before(patch, replies, "submit", act)
 
 
-def act_before_losses_are_judged(patch: Patch, act: Callable[[], object]) -> None:
-    """Let `act` run when a shutdown is about to find out which workers are lost."""
-    act_before(patch, shutdown, "look_at_head", act)
-
-
-def act_before_nodes_look(patch: Patch, act: Callable[[], object]) -> None:
-    """Let `act` run when a status has the members of the group, and before the nodes look at them."""
-    act_before(patch, _observer, "ask_nodes", act)
-
-
-def act_before_processes_are_awaited(patch: Patch, act: Callable[[], object]) -> None:
-    """Let `act` run when the end of workers begins to wait for Ray, such as for actors that it is creating."""
-    act_before(patch, ends, "wait_until", act)
-
-
 def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
     """Let `act` run whenever a start of workers waits for these ranks, and for no others."""
 
@@ -367,33 +296,9 @@ def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], o
     patch.setattr(launch, "Bar", Bar)
 
 
-def note_reads(patch: Patch) -> list[int]:
-    """Return a list that gets an entry each time a handle reads its group."""
-    reads: list[int] = []
-    act_before(patch, handle, "read_group", lambda: reads.append(1))
-    return reads
-
-
 def limit_waits_of_handles(patch: Patch, seconds: float) -> None:
     """Let handles wait only this long for a publication that is on its way."""
     patch.setattr(handle, "RENEWED_S", seconds)
-
-
-def note_deadlines_of_a_start(patch: Patch, *, takes_s: float) -> list[float]:
-    """Let each step before new workers start take longer; return the list of the times that they are given."""
-    given: list[float] = []
-
-    def record(function: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(*args: Any, timeout_s: float, **options: Any) -> Any:
-            given.append(timeout_s)
-            time.sleep(takes_s)
-            return function(*args, timeout_s=timeout_s, **options)
-
-        return recorded
-
-    for name in ("prepare_python", "describe_class"):
-        patch.setattr(provision, name, record(getattr(provision, name)))
-    return given
 
 
 def find_running(pids: Iterable[int]) -> list[int]:
@@ -402,11 +307,6 @@ def find_running(pids: Iterable[int]) -> list[int]:
 
 
 # The state of a group.
-
-
-def is_ending(group: Any) -> bool:
-    """Return whether a shutdown of a group has begun."""
-    return bool(group._core.ending)
 
 
 def runs_overlapping_methods(group: Any) -> bool:
@@ -424,41 +324,11 @@ def restarting(group: Any, rank: int) -> Iterator[None]:
         group._core.advance(restarting=())
 
 
-def fail_to_release_the_port(group: Any) -> None:
-    """Let the agent that holds the master port of a group not answer when it should release it."""
-    releases = group._provisioner.owned._releases
-    (key,) = group._provisioner.owned.keys("port of an earlier epoch")
-    release = releases[key]
-
-    def release_and_fail() -> None:
-        release()
-        raise PlacementError("the agent did not answer")
-
-    releases[key] = release_and_fail
-
-
 def publish_next_epoch(group: Any) -> None:
     """Publish the next epoch of a group, of which its workers do not know."""
     now = group._core.now
     group._core.commit(replace(now, group_epoch=now.group_epoch + 1))
     group._provisioner.publish()
-
-
-def read_epoch(handle: Any, epoch: int) -> None:
-    """Let a handle wait for the publication of an epoch."""
-    handle._connect().renew(epoch)
-
-
-def act_before_publications(patch: Patch, act: Callable[[], object]) -> None:
-    """Let `act` run before a change of a group publishes its members, when the constructors have finished."""
-    publish = board.Publication.publish
-
-    def act_and_publish(own: Any, now: Any, starting: Any) -> None:
-        if not starting:
-            act()
-        publish(own, now, starting)
-
-    patch.setattr(board.Publication, "publish", act_and_publish)
 
 
 def send_alone(worker: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -467,33 +337,6 @@ def send_alone(worker: Any, function: Callable[..., Any], *args: Any) -> Any:
     return worker._fairlead_call.remote(how, ray.cloudpickle.dumps(function), *args)
 
 
-def run_in_worker(worker: Any, function: Callable[..., Any]) -> Any:
-    """Return what a function returns that a worker runs between two calls."""
-    ref = worker._fairlead_apply.remote("function", ray.cloudpickle.dumps(function))
-    return ray.get(ref, timeout=30)
-
-
 def waits_for_methods(worker: Any) -> Any:
     """Return a reference to whether a worker lets no method begin, because a function is to run alone."""
     return worker.__ray_call__.remote(lambda host: host._fairlead_gate is not None)
-
-
-def end_actors(actors: Sequence[Any]) -> list[str]:
-    """End actors as a group ends workers that have not reported; return descriptions of what is left."""
-    place: Any = SimpleNamespace(coords={}, slot=SimpleNamespace(node_ip=""))
-    members = [
-        _model.Member(
-            SimpleNamespace(**vars(place), rank=rank),  # type: ignore[arg-type]
-            handle=actor,
-            actor_id=_ray_private.actor_id_of(actor),
-            mark="no-mark-",
-            node_id="no node",
-        )
-        for rank, actor in enumerate(actors)
-    ]
-    return ends.kill_and_wait(members)
-
-
-def count_actors_being_made() -> int:
-    """Return how many actors of this job Ray is creating."""
-    return len(_ray_private.actors_being_made())

@@ -6,11 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from fairlead_workergroup import _group
-from fairlead_workergroup._remote.process import Process, Trees, read_marks, read_processes
+from fairlead_workergroup._remote.process import read_marks, read_processes
 
 # Starts a process whose pid is in a file.
 CODE = """
@@ -69,12 +67,6 @@ def read_pids(folder: os.PathLike[str]) -> dict[str, int]:
     return {name: int((folder / name).read_text()) for name in sorted(os.listdir(folder)) if name in KINDS}
 
 
-def find_trees(marks: Sequence[str]) -> list[Process]:
-    """Return the workers that run, given what their identities begin with, and what they have started."""
-    workers, children = Trees([], marks).look()
-    return [*workers, *children]
-
-
 def find_trees_of_driver(token: str) -> list[str]:
     """Return the workers of a driver, what they have started, and their reapers, as pids with commands.
 
@@ -107,16 +99,3 @@ def find_reapers(worker: int) -> list[int]:
             if is_reaper(command) and f"\0{worker}\0" in command:
                 found.append(pid)
     return found
-
-
-def note_marks(marks: list[str]) -> None:
-    """Add what the identities of workers begin with, for each group of this process from now on.
-
-    Groups whose constructor is interrupted are among them.
-    """
-
-    class Spec(_group.GroupSpec):
-        def __post_init__(self) -> None:
-            marks.append(f"{self.token}-")
-
-    _group.GroupSpec = Spec

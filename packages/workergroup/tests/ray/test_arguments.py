@@ -23,8 +23,8 @@ class Raising:
 
 
 def test_refused_before_anything_is_sent(group, requests):
-    """The error names the argument and is short; no worker is called."""
-    lock = threading.Lock()
+    """The error names the argument, its innermost part and the reason, in one line; no worker is called."""
+    lock, holder = threading.Lock(), Holder()
     for match, args, kwargs in [
         (
             r"^argument 'value' of 'total': a lock cannot be pickled: TypeError: cannot pickle '_thread.lock'",
@@ -34,6 +34,9 @@ def test_refused_before_anything_is_sent(group, requests):
         (r"^argument 'value' of 'total': its part \[0\]", [], {"value": [lock]}),
         (r"^argument 'value' of 'total': its part \[1\] of type Shard", [[1, Shard([1, 2], "dp")]], {}),
         (r"^argument 'value' of 'total': its part \['a'\] of type Call", [{"a": group.call("rank")}], {}),
+        (r"its part \['model'\]\[1\]\.lock of type lock cannot", [{"model": [0, holder]}], {}),
+        (r"its part \.lock of type lock cannot", [lambda: lock], {}),
+        (r"a Raising cannot be pickled: OSError: this value is bound to its process", [Raising()], {}),
     ]:
         with pytest.raises(TypeError, match=match) as caught:
             group.call("total", *args, **kwargs)
@@ -43,13 +46,6 @@ def test_refused_before_anything_is_sent(group, requests):
     with pytest.raises(TypeError, match="argument 0 of 'echo'"):
         group.call("echo", lock)
     assert requests == ["rank"] * 8
-
-
-def test_refused_by_the_classic_methods(group, requests):
-    """The classic methods refuse them too."""
-    with pytest.raises(TypeError, match="argument 'seconds' of 'sleep': its part"):
-        group.run_all_workers_single_data("sleep", [Shard([1, 2], "dp")])
-    assert requests == []
 
 
 def test_a_large_container_is_stored_once(group, puts, requests):
@@ -65,12 +61,9 @@ def test_a_large_container_is_stored_once(group, puts, requests):
     [
         ([1.5, None, True, "x" * 9_000], True),
         (["x" * 10_000] * 16, False),
-        (["x" * 6_000, "x" * 6_000], False),
         (("x" * 5_000, b"x" * 5_001), False),
-        ({"x" * 6_000: 1, "y": "x" * 6_000}, False),
         ({"x" * 4_000: 1, "y": "x" * 4_000}, True),
         ("é" * 6_000, False),
-        ("é" * 4_000, True),
         ("\ud800", True),
         (1 << 100_000, False),
         (list(range(17)), False),
@@ -106,17 +99,3 @@ def test_marks_can_be_pickled(group, mark):
     with pytest.raises(TypeError, match="is not split"):
         group.call("hold", [mark])
     assert ray.cloudpickle.loads(ray.cloudpickle.dumps(mark)) == mark
-
-
-def test_the_part_that_cannot_be_pickled(group):
-    """The message has the path to the innermost part and the innermost reason, in one line."""
-    lock, holder = threading.Lock(), Holder()
-    for value, part in [
-        ({"model": [0, holder]}, "its part ['model'][1].lock of type lock cannot"),
-        (lambda: lock, "its part .lock of type lock cannot"),
-        (Raising(), "a Raising cannot be pickled: OSError: this value is bound to its process"),
-    ]:
-        with pytest.raises(TypeError, match="argument 'value' of 'hold'") as caught:
-            group.call("hold", value)
-        assert part in str(caught.value)
-        assert "\n" not in str(caught.value)

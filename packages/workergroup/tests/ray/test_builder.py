@@ -6,30 +6,9 @@ import os
 import pytest
 import ray
 
-from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerStartError
 
 from ..faults import limit_starts_of_single_workers
-
-
-class Configured:
-    """A worker whose `configure_worker` returns its arguments through every channel."""
-
-    def __init__(self, seed=0, asked=None):
-        self.seed, self.asked = seed, asked
-
-    @staticmethod
-    def configure_worker(num_gpus, bundle_indices, num_gpus_per_node):
-        resources = {"num_gpus": num_gpus / 2}
-        env_vars = {"ASKED": f"{num_gpus} {num_gpus_per_node}", "LOCAL_RANK": "0"}
-        if bundle_indices is None:
-            return resources, env_vars, {}
-        init_kwargs = {"seed": sum(bundle_indices[1]), "asked": bundle_indices}
-        return resources, env_vars, init_kwargs, {"env_vars": {"OVERRIDE": "1"}}
-
-    def read_identity(self):
-        env = {name: os.environ.get(name) for name in ("ASKED", "LOCAL_RANK", "OVERRIDE", "RANK")}
-        return self.seed, self.asked, env, ray.get_runtime_context().get_assigned_resources().get("GPU")
 
 
 class Three:
@@ -68,25 +47,6 @@ def read_identity(group):
 
 
 class TestConfigureWorker:
-    def test_four_results(self, local_ray, caplog):
-        """It sets resources, variables, constructor arguments and runtime_env; only leaders get bundles."""
-        with (
-            RayVirtualCluster([3], num_gpus_per_node=6) as cluster,
-            RayWorkerGroup(
-                cluster,
-                Configured,
-                bundle_indices_list=[(0, [0, 1]), (0, [2])],
-                env_vars={"OVERRIDE": "user"},
-            ) as group,
-        ):
-            answers = read_identity(group)
-        env = {"ASKED": "1.0 6", "LOCAL_RANK": "0"}
-        assert answers[0] == (1, (0, [0, 1]), {**env, "OVERRIDE": "1", "RANK": "0"}, 0.5)
-        assert answers[1] == (0, None, {**env, "OVERRIDE": "user", "RANK": "1"}, 0.5)
-        assert answers[2] == (2, (0, [2]), {**env, "OVERRIDE": "1", "RANK": "2"}, 0.5)
-        assert "configure_worker overrides LOCAL_RANK for rank 1" in caplog.messages
-        assert "configure_worker overrides LOCAL_RANK, OVERRIDE for rank 0" in caplog.messages
-
     def test_three_results(self, cluster):
         """For a class that is given by its full name it runs on the workers' side, without overrides."""
         with RayWorkerGroup(cluster, f"{Three.__module__}.Three", workers_per_node=2) as group:
@@ -124,32 +84,14 @@ class TestOneWorker:
     def test_no_room(self, cluster, monkeypatch):
         """A worker whose bundle has no room for it is killed at its deadline."""
         (group,) = cluster.get_placement_groups()
-        first = RayWorkerBuilder(Configured)(group, 1, 0)
+        first = RayWorkerBuilder(Plain, 1)(group, 1, 0)
         limit_starts_of_single_workers(monkeypatch, 2.0)
         with pytest.raises(WorkerStartError, match=r"has not finished after 2 s: .* bundle 1 has no room"):
-            RayWorkerBuilder(Configured)(group, 1, 0)
+            RayWorkerBuilder(Plain, 1)(group, 1, 0)
         ray.kill(first)
-
-    def test_async(self, local_ray):
-        """`create_worker_async` returns at once with a ref to wait for, and calls `configure_worker`."""
-        with RayVirtualCluster([2]) as cluster:
-            (group,) = cluster.get_placement_groups()
-            ready, worker = RayWorkerBuilder(Configured).create_worker_async(group, 1, 1.0, (0, [1]))
-            assert ray.get(ready) == worker
-            seed, asked, _, gpus = ray.get(ray.get(ready).read_identity.remote())
-            assert (seed, asked, gpus) == (1, (0, [1]), 0.5)
-            ray.kill(worker)
 
     def test_constructor_fails(self, cluster):
         """The constructor's exception is raised, and nothing is left behind."""
         (group,) = cluster.get_placement_groups()
         with pytest.raises(TypeError, match="can only concatenate str"):
             RayWorkerBuilder(Plain, "a")(group, 0, 0)
-
-    def test_attributes(self):
-        """The class's name and the arguments are kept."""
-        builder = RayWorkerBuilder(Plain, 1, b=2)
-        assert builder.ray_actor_class_fqn == f"{Plain.__module__}.Plain"
-        assert (builder.args, builder.kwargs) == ((1,), {"b": 2})
-        assert RayWorkerBuilder("a.b.C").ray_actor_class_fqn == "a.b.C"
-        assert RayWorkerBuilder(ray.remote(Plain)).ray_actor_class_fqn == f"{Plain.__module__}.Plain"

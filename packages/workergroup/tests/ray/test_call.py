@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import ray
 
-from fairlead_workergroup import Call, LateWorker, MultiWorkerFuture, PerWorker, Shard
+from fairlead_workergroup import Call, MultiWorkerFuture, PerWorker, Shard
 
 
 class TestRecipientsAndResults:
@@ -49,12 +49,6 @@ class TestRecipientsAndResults:
     def test_collect(self, group, collect, ranks):
         """Each coordinate has one result, row-major in the order given; with no axes, it is the one result itself."""
         assert group.call("rank", collect=collect).result() == ranks
-
-    @pytest.mark.smoke
-    def test_first_along(self, group):
-        """Only coordinate 0 along the axes is called."""
-        call = group.call("rank", first_along=("tp",))
-        assert (call.result(), call.called_workers) == ([0, 5], [0, 5])
 
     def test_lists_of_a_call_are_its_own(self, group):
         """A change of a call's lists or of an outcome's coordinates does not reach later calls."""
@@ -128,12 +122,6 @@ class TestViews:
         with pytest.raises(ValueError, match=r"Invalid axis name: 'dp'. Valid names are: \['tp'\]"):
             group.at(dp=0).at(dp=0)
 
-    def test_text_of_a_view(self, group):
-        """A view shows its group and its ranks, and has its workers' handles."""
-        view = group.at(dp=1)
-        assert repr(view) == "GroupView('Worker', {'tp': 4}, ranks [0, 3, 4, 7])"
-        assert ray.get([worker.rank.remote() for worker in view.workers]) == [0, 3, 4, 7]
-
     def test_with_options(self, group):
         """With options on a view, every keyword goes to the method; options add up, and views of the view keep them."""
         view = group.with_options(collect="dp").with_options(timeout=30).at(tp=slice(0, 2))
@@ -151,14 +139,6 @@ class TestViews:
             group.with_options(first_along="tp").with_options(collect=("dp", "tp"))
         with pytest.raises(ValueError, match="retries must be a whole number"):
             group.with_options(retries=-1)
-
-    @pytest.mark.parametrize(
-        ("retries", "message"), [(1, "needs a group with"), (True, "whole number"), ([], "whole number")]
-    )
-    def test_options_that_look_alike(self, group, retries, message):
-        """Options that were valid before do not hide the refusal of others that are equal or cannot be kept."""
-        with pytest.raises(ValueError, match=message):
-            group.call("rank", retries=retries)
 
 
 class TestExplain:
@@ -178,7 +158,3 @@ class TestExplain:
     def test_references(self, group):
         """A reference is passed on."""
         assert "by reference" in str(group.at().explain("echo", ray.put(1)))
-
-    def test_late_worker_text(self):
-        """Without a record, a late worker's line has the known facts only."""
-        assert str(LateWorker(3, {"dp": 1}, "ab" * 28, 77)) == "rank 3 (dp=1) on node abababab, pid 77"

@@ -60,13 +60,6 @@ class TestCopies:
         del ref, by_ref, by_value
         assert used(at_most=MB) < MB
 
-    def test_a_call_as_argument(self, group, puts):
-        """The one result of a call is passed on by reference: nothing is put."""
-        made = group.call("make", 16, collect=())
-        call = group.at(dp=1).call("total", made)
-        assert call.result() == [5.0 * 2 * MB] * 4
-        assert puts == []
-
     def test_results_of_a_call_as_pieces(self, group, puts):
         """The results of a call are passed on as shards, one to each worker, or as one list."""
         made = group.call("make", 1, collect="dp")

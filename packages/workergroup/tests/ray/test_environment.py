@@ -7,10 +7,9 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
 import ray
 
-from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup
+from fairlead_workergroup import RayWorkerGroup
 
 
 class Reporter:
@@ -37,20 +36,6 @@ def answers(group, method):
 
 
 class TestWorkers:
-    @pytest.mark.smoke
-    def test_rank_variables(self, cluster):
-        """Every worker has torch's rank variables, and all have the same master address and leased port."""
-        with RayWorkerGroup(cluster, Reporter, workers_per_node=4) as group:
-            found = answers(group, "environment")
-            assert [int(env["RANK"]) for env in found] == list(range(4))
-            assert [int(env["LOCAL_RANK"]) for env in found] == list(range(4))
-            assert {(env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["NODE_RANK"]) for env in found} == {
-                ("4", "4", "0")
-            }
-            assert {(env["MASTER_ADDR"], int(env["MASTER_PORT"])) for env in found} == {
-                (group.master_address, group.master_port)
-            }
-
     def test_user_and_driver_variables(self, cluster, monkeypatch):
         """Workers get the user's variables and the listed ones of the driver; the user's mapping is not changed."""
         monkeypatch.setenv("NCCL_DEBUG", "from driver")
@@ -85,15 +70,6 @@ class TestWorkers:
             for module in ("this", "hypothesis"):
                 assert group.call("where", module).result() == [(str(tmp_path / f"{module}.py"),) * 2]
             assert runtime_env(group) == {}
-
-    def test_class_runtime_env(self, cluster):
-        """The class's own runtime_env has the lowest precedence."""
-        decorated = ray.remote(runtime_env={"env_vars": {"OF_CLASS": "1", "BOTH": "class"}})(Reporter)
-        with RayWorkerGroup(
-            cluster, RayWorkerBuilder(decorated), workers_per_node=1, env_vars={"BOTH": "user"}
-        ) as group:
-            (env,) = answers(group, "environment")
-        assert (env["OF_CLASS"], env["BOTH"]) == ("1", "user")
 
 
 def runtime_env(group):

@@ -46,6 +46,7 @@ EXITING = """
 EXITS = {"sys.exit": lambda: sys.exit(3), "exit_actor": ray.actor.exit_actor}
 CODES = {"sys.exit": 3, "exit_actor": 0}
 METHODS = ("leave", "leave_in_a_child", "async_items", "items")
+HOWS = [*EXITS] * 2
 
 
 class Worker:
@@ -80,12 +81,6 @@ class Worker:
 
 
 @pytest.fixture
-def hows():
-    """Return the ways to exit, one for each other method."""
-    return [*EXITS] * 2
-
-
-@pytest.fixture
 def start(local_ray):
     """Return a function that starts a group."""
     with contextlib.ExitStack() as stack:
@@ -107,17 +102,17 @@ def find_failure(call, *, streams=False):
     return failure.kind, failure.exit_code
 
 
-def test_one_at_a_time(start, hows):
+def test_one_at_a_time(start):
     """An exit is reported with its code, whatever the kind of the method."""
     group, methods = start(2, overlaps=False), ("leave", "async_items")
-    calls = [group.at(dp=rank).call(methods[rank], hows[rank], timeout=100) for rank in range(2)]
-    assert [find_failure(call) for call in calls] == [("exited", CODES[how]) for how in hows[:2]]
+    calls = [group.at(dp=rank).call(methods[rank], HOWS[rank], timeout=100) for rank in range(2)]
+    assert [find_failure(call) for call in calls] == [("exited", CODES[how]) for how in HOWS[:2]]
 
 
-def test_overlapping(start, hows):
+def test_overlapping(start):
     """An exit ends a worker whose methods overlap, and with it the other methods that run there."""
     group = start(len(METHODS))
-    for rank, (method, how) in enumerate(zip(METHODS, hows, strict=True)):
+    for rank, (method, how) in enumerate(zip(METHODS, HOWS, strict=True)):
         worker = group.at(dp=rank)
         others = [worker.call("wait_with_items" if i % 2 else "wait", timeout=100) for i in range(20)]
         streamed = worker.call("wait_with_items", timeout=100)

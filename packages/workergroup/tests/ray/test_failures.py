@@ -26,8 +26,6 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import kill
 
-from ..faults import delay_nodes
-
 
 def test_exit_code_and_signal(doomed: RayWorkerGroup) -> None:
     """A failure reports the exit code or the signal of the worker if Ray knows it, and otherwise neither."""
@@ -55,23 +53,6 @@ def fork(worker: object) -> int:
         time.sleep(60)
         os._exit(0)
     return os.getpid()
-
-
-@contextlib.contextmanager
-def busy_nodes() -> Iterator[None]:
-    """Let each look at a node take seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        delay_nodes(patch, 2.0)
-        yield
-
-
-@pytest.mark.nightly
-def test_restart_while_nodes_are_busy(doomed: RayWorkerGroup) -> None:
-    """A restart finds a death that Ray has not noticed, although the node answers after seconds."""
-    doomed.at(dp=1).call(fork).result()
-    kill(doomed, 1)
-    with busy_nodes():
-        assert doomed.restart_failed_workers() == [1]
 
 
 def test_death_that_ray_has_not_noticed(doomed: RayWorkerGroup) -> None:

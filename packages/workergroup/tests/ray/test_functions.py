@@ -3,7 +3,6 @@
 
 import functools
 import importlib
-import os
 import sys
 import threading
 
@@ -11,15 +10,10 @@ import numpy as np
 import pytest
 import ray
 
-from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import (
     CallTimeoutError,
     PerWorker,
-    RayWorkerGroup,
-    Restart,
     Shard,
-    WorkerFailureError,
-    current_worker,
 )
 
 from ..calling import Worker
@@ -125,19 +119,6 @@ class TestCalls:
         assert view.call(remember, "here").result() == ["Worker"]
         assert view.call("what_ran").result() == [["here"]]
 
-    def test_discard(self, group):
-        """With discard no worker returns a result, and errors are raised."""
-
-        def run(worker):
-            worker.ran = ["to its end"]
-            return 1
-
-        call = group.call(run, discard=True)
-        assert (call.result(), call.refs) == (None, [])
-        assert group.call("what_ran", collect=()).result() == ["to its end"]
-        with pytest.raises(ZeroDivisionError):
-            group.call(lambda worker: 1 / 0, discard=True).result()
-
     def test_async_functions(self, group):
         """An async function runs to its end, and may await the worker's async methods."""
 
@@ -190,22 +171,6 @@ class TestCalls:
         assert len(puts) == 1
         assert sorted(group.map(Worker.slow_echo, range(4))) == [0, 1, 2, 3]
 
-    def test_repeated_on_a_restarted_worker(self, local_ray):
-        """With retries a function is sent again to a restarted worker."""
-
-        def die_once(worker):
-            if current_worker().incarnation == 0:
-                os._exit(1)
-            return worker.rank()
-
-        with (
-            RayVirtualCluster([1], use_gpus=False) as cluster,
-            RayWorkerGroup(cluster, Worker, restart=Restart(on_failure=True)) as one,
-        ):
-            assert one.call(die_once, retries=1).result() == [0]
-            with pytest.raises(WorkerFailureError):
-                one.call(lambda worker: os._exit(1)).result()
-
 
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
@@ -242,11 +207,6 @@ class TestModules:
     def test_the_package_of_the_class(self, group):
         """Functions of the package that workers import their class from see the same classes there."""
         assert group.call(is_a_worker, collect=()).result()
-
-    def test_a_module_that_is_missing(self, group, outside):
-        """A module object in a closure travels by name too."""
-        with pytest.raises(TypeError, match=r"<lambda>.*needs the module 'outside_module'"):
-            group.call(lambda worker: outside.SCALE, collect=()).result()
 
     def test_a_function_that_cannot_be_loaded(self, group):
         """A note on any other error says which function the worker loaded."""

@@ -4,7 +4,6 @@
 import asyncio
 import os
 import sys
-import threading
 import time
 
 import pytest
@@ -14,20 +13,14 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     RayWorkerGroup,
-    RemoteError,
-    Shard,
     StaleGroupError,
-    WorkerFailureError,
     current_worker,
 )
 
 from ..calling import Acting
 from ..faults import (
-    act_before_publications,
     limit_waits_of_handles,
     publish_next_epoch,
-    read_epoch,
-    run_in_worker,
     runs_overlapping_methods,
     send_alone,
     waits_for_methods,
@@ -89,12 +82,6 @@ def begin_epoch(group, *views):
     publish_next_epoch(group)
     for one in views or [group]:
         one.call(set_epoch, group.state().group_epoch).result()
-
-
-def wait_and_set_epoch(worker, gate, epoch):
-    """Begin an epoch at the end of a method, so that it begins between this method and the next one."""
-    worker.wait_for(gate)
-    set_epoch(worker, epoch)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in-turn", "overlapping"])
@@ -182,29 +169,6 @@ def test_mixed(group, rank_ahead):
         assert group.call("take_runs").result() == [1, 0, 1, 1]
 
 
-def test_mixed_requests(group, rank_ahead):
-    """Functions, gathered arguments, pieces, and workers without a result refuse a call as well."""
-    handle = group.handle()
-    before = handle.at(tp=0).call("take", 1)
-    requests = [
-        lambda: handle.call(lambda worker: worker.take()),
-        lambda: handle.call("take", before),
-        lambda: handle.call("take", Shard([1, 2], "dp")),
-        lambda: handle.call("take", collect="dp"),
-        lambda: handle.call("count", before),
-        lambda: handle.call("count", 2, collect=()),
-        lambda: handle.call("take", discard=True),
-    ]
-    before.result()
-    for make in requests:
-        group.call("take_runs").result()
-        with pytest.raises(StaleGroupError) as raised:
-            make().result(timeout=60)
-        assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,))
-        assert group.call("take_runs").result() == [1, 0, 1, 1]
-    assert handle.at(dp=1).call("take").result() == [(2, group.state().group_epoch), (3, group.state().group_epoch)]
-
-
 def test_map(group):
     """An item that its worker refuses ends a map with an error."""
     handle = group.handle()
@@ -212,64 +176,6 @@ def test_map(group):
     with pytest.raises(StaleGroupError, match="was planned for epoch"):
         list(handle.map("take", items))
     assert len(list(handle.map("take", [1, 2]))) == 2
-
-
-def test_behind(group):
-    """A call that is sent before the workers have the facts of the published epoch is refused."""
-    handle, before = group.handle(), group.state().group_epoch
-    group.call("take_runs").result()
-    handle.call("take").result()
-    publish_next_epoch(group)
-    read_epoch(handle, group.state().group_epoch)
-    with pytest.raises(StaleGroupError, match="none of its workers has run it"):
-        handle.call("take").result()
-    group.call(set_epoch, group.state().group_epoch).result()
-    assert handle.call("take").result() == [(rank, before + 1) for rank in range(4)]
-    assert group.call("take_runs").result() == [2] * 4
-
-
-@pytest.mark.parametrize("change", ["resize", "restart"])
-def test_published_after_facts(local_ray, change, monkeypatch):
-    """An epoch is published when its facts are on their way to all workers that keep running, so that none refuses."""
-    with (
-        RayVirtualCluster([3], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, [2], sharding_annotations=NamedSharding.from_shape(dp=2)) as group,
-    ):
-        seen = []
-
-        def look():
-            of_rank_0 = run_in_worker(group.workers[0], lambda worker: sys.modules["_fairlead_worker"].facts["epoch"])
-            seen.append((group.state().group_epoch, of_rank_0))
-
-        act_before_publications(monkeypatch, look)
-        if change == "resize":
-            group.resize(dp=3)
-        else:
-            ray.kill(group.workers[1])
-            group.restart_failed_workers()
-        assert seen[-1] == (1, 1)
-        assert all(published == of_worker for published, of_worker in seen)
-
-
-def test_never_published(group, monkeypatch):
-    """While the workers are in an epoch that is not published, each call raises an error, and no worker runs it."""
-    limit_waits_of_handles(monkeypatch, 0.1)
-    handle = group.handle()
-    group.call(set_epoch, group.state().group_epoch + 1).result()
-    group.call("take_runs").result()
-    try:
-        with pytest.raises(StaleGroupError, match="none of its workers has run it") as raised:
-            handle.call("take").result()
-        assert (raised.value.ran, raised.value.refused) == ((), (0, 1, 2, 3))
-        # A call whose argument was refused has not run either.
-        refused = handle.call("take")
-        with pytest.raises(StaleGroupError, match="none of its workers has run it"):
-            handle.call("take", refused).result()
-        with pytest.raises(RemoteError, match="'take' was planned for epoch"):
-            group.call("take", refused).result()
-        assert group.call("take_runs").result() == [0] * 4
-    finally:
-        group.call(set_epoch, group.state().group_epoch).result()
 
 
 def test_running(group, rank_ahead, gate):
@@ -282,28 +188,6 @@ def test_running(group, rank_ahead, gate):
         assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,))
     finally:
         gate.touch()
-
-
-def test_busy(group, gate, wait_until_running):
-    """A worker that is busy with a call of the owner is not waited for, and does not run a call that others refuse."""
-    handle = group.handle()
-    group.call("take_runs").result()
-    handle.call("take").result()
-    # Ray does not keep the order of two requests to a worker whose methods overlap, so the order is made here.
-    busy = group.at(dp=0, tp=0).call(wait_and_set_epoch, gate, group.state().group_epoch + 1)
-    wait_until_running(group, "<function>", 0)
-    value = Acting(lambda: begin_epoch(group, group.at(dp=0, tp=1), group.at(dp=1)))
-    try:
-        with pytest.raises(StaleGroupError, match="none of its workers has run it") as raised:
-            handle.call("take", value).result(timeout=60)
-        assert (raised.value.ran, raised.value.refused) == ((), (0, 1, 2, 3))
-        assert not busy.done()
-    finally:
-        gate.touch()
-    busy.result()
-    assert handle.call("take").result() == [(rank, group.state().group_epoch) for rank in range(4)]
-    # Rank 0 has run `wait_for` too; the call before the refused one, and the one after it, have run on all.
-    assert group.call("take_runs").result() == [3, 2, 2, 2]
 
 
 def test_admission(group, gate, wait_until_running, eventually):
@@ -326,35 +210,3 @@ def test_admission(group, gate, wait_until_running, eventually):
     ray.get(ends)
     running.result()
     assert handle.call("take_soon").result() == [(rank, group.state().group_epoch) for rank in range(4)]
-
-
-def test_resizes(local_ray):
-    """While the group is resized again and again, no result of a handle's call is of two epochs or of another size."""
-    with (
-        RayVirtualCluster([2], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker, [1], sharding_annotations=NamedSharding.from_shape(dp=1)) as group,
-    ):
-        handle, results, errors, is_over = group.handle(), [], [], threading.Event()
-
-        def run():
-            while not is_over.is_set():
-                try:
-                    results.append(handle.call("take", 1).result(timeout=60))
-                except (StaleGroupError, WorkerFailureError) as error:
-                    errors.append(error)
-
-        caller = threading.Thread(target=run)
-        caller.start()
-        sizes = {group.state().group_epoch: 1}
-        while len(sizes) < 7 or len(results) <= 10:
-            for size in (2, 1):
-                group.resize(dp=size)
-                sizes[group.state().group_epoch] = size
-        is_over.set()
-        caller.join(90)
-        assert not caller.is_alive()
-        assert len(results) > 10
-        for result in results:
-            (epoch,) = {one for _, one in result}
-            assert [rank for rank, _ in result] == list(range(sizes[epoch]))
-        assert len({result[0][1] for result in results}) > 1

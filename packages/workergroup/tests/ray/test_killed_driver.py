@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A driver that has started its own Ray is killed at random moments, and nothing of its workers' trees is left."""
+"""A driver is killed at random moments, and nothing of its groups is left: processes, actors, placement groups."""
 
 import os
 import random
@@ -11,23 +11,26 @@ import tempfile
 import textwrap
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
 import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from fairlead_placement._ray_private import live_actors
 
 from ..processes import find_trees_of_driver
 
 pytestmark = pytest.mark.nightly
 
-# `nox -s nightly` kills more drivers, on a machine that does nothing else.
-KILLS = int(os.environ.get("FAIRLEAD_KILLS", "2"))
-WITHIN_S = 15.0 if "FAIRLEAD_KILLS" in os.environ else 60.0
-AT_A_TIME = 2
-PHASES = ("start", "call", "restart", "shutdown")
+KILLS = int(os.environ.get("FAIRLEAD_KILLS", "20"))
+WITHIN_S = 5.0
+PHASES = ("start", "call", "resize", "restart", "shutdown")
 DRIVER = """
-    import os, signal, subprocess, time
+    import os, signal, subprocess, sys, time
     import ray
     from fairlead_placement import RayVirtualCluster
+    from fairlead_sharding import NamedSharding
     from fairlead_workergroup import RayWorkerGroup
     from fairlead_workergroup.testing import kill
 
@@ -45,47 +48,61 @@ DRIVER = """
         def serve(self):
             time.sleep(0.01)
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
-             object_store_memory=80_000_000)
-    with RayVirtualCluster([2], use_gpus=False) as cluster:
+    own = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": 80_000_000}
+    options = own if sys.argv[1] == "local" else {}
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error", **options)
+    print("job", ray.get_runtime_context().get_job_id(), flush=True)
+    with RayVirtualCluster([3], use_gpus=False) as cluster:
+        axes = NamedSharding.from_shape(dp=2)
         while True:
             print("start", flush=True)
-            with RayWorkerGroup(cluster, Server) as group:
+            with RayWorkerGroup(cluster, Server, [2], sharding_annotations=axes) as group:
                 print("call", flush=True)
                 for _ in range(50):
                     group.call("serve").result()
+                print("resize", flush=True)
+                group.resize(dp=3)
+                group.resize(dp=1)
                 print("restart", flush=True)
-                kill(group, 1)
+                kill(group, 0)
                 group.restart_failed_workers()
                 print("shutdown", flush=True)
 """
 
 
-def kill_driver(number: int) -> float:
-    """Kill one driver, and return for how many seconds its workers and their trees have outlived it."""
-    token, chance = uuid.uuid4().hex, random.Random()
-    # At first in a call, when the trees are certain to be there.
-    phase, pause_s = (chance.choice(PHASES), chance.uniform(0, 1)) if number else ("call", 0.0)
+def kill_driver(number: int, address: str, token: str, find_left: Callable[[str], list[str]]) -> float:
+    """Kill one driver, and return for how many seconds what it had has outlived it.
+
+    Args:
+        number: which driver it is: the phases take turns.
+        address: the Ray that the driver joins; "local" is one of its own.
+        token: a part of the environment of all processes of that Ray.
+        find_left: returns what is left of the driver whose job has this id.
+    """
+    phase, pause_s = PHASES[number % len(PHASES)], random.uniform(0, 1)
     # A short path, because Ray creates sockets in this folder.
     folder = tempfile.mkdtemp(prefix="fl-", dir="/tmp")
     driver = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(DRIVER)],
+        [sys.executable, "-c", textwrap.dedent(DRIVER), address],
         env={**os.environ, "FAIRLEAD_TEST_TREES": token, "RAY_TMPDIR": folder},
         stdout=subprocess.PIPE,
         text=True,
     )
+    job = ""
     try:
         assert driver.stdout is not None
-        while (line := driver.stdout.readline()) != f"{phase}\n":  # Ray prints lines of its own when a worker dies
-            assert line, f"the driver has ended with {driver.wait(60)}"
+        while (line := driver.stdout.readline().strip()) != phase:  # Ray prints lines of its own when a worker dies
+            assert driver.poll() is None, f"the driver has ended with {driver.returncode}"
+            job = line.removeprefix("job ") if line.startswith("job ") else job
         time.sleep(pause_s)
-        assert number or len(find_trees_of_driver(token)) >= 10
+        # In a call the trees are certain to be there.
+        assert phase != "call" or len(find_trees_of_driver(token)) >= 10
     finally:
         driver.kill()
         driver.wait()
     killed = time.monotonic()
     try:
-        while left := find_trees_of_driver(token):
+        while left := find_left(job):
             took = time.monotonic() - killed
             assert took < WITHIN_S, f"{took:.1f} s after a kill {pause_s:.2f} s into {phase!r}: {left}"
             time.sleep(0.1)
@@ -96,9 +113,35 @@ def kill_driver(number: int) -> float:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_killed_driver():
-    """A driver that gets SIGKILL while it starts, calls, restarts or ends workers leaves no process of their trees."""
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        took = list(pool.map(kill_driver, range(KILLS)))
-    if KILLS > 2:
-        sys.stdout.write(f"{KILLS} drivers; the last process ended {max(took):.1f} s after its driver\n")
+def report(took: list[float]) -> None:
+    sys.stdout.write(f"{len(took)} drivers; the last trace of one was gone {max(took):.1f} s after its end\n")
+
+
+@pytest.mark.timeout(120 + 30 * KILLS)
+def test_own_ray():
+    """No process is left of the workers' trees of a driver that has started its own Ray."""
+
+    def kill_next(number: int) -> float:
+        token = uuid.uuid4().hex
+        return kill_driver(number, "local", token, lambda job: find_trees_of_driver(token))
+
+    report([kill_next(number) for number in range(KILLS // 2)])
+
+
+@pytest.mark.timeout(120 + 30 * KILLS)
+def test_ray_of_others(raylets, monkeypatch):
+    """No process, actor or placement group is left of a driver that has joined a Ray, which goes on."""
+    token = uuid.uuid4().hex
+    monkeypatch.setenv("FAIRLEAD_TEST_TREES", token)
+
+    def find_left(job: str) -> list[str]:
+        groups = {key: row for key, row in placement_group_table().items() if row["state"] != "REMOVED"}
+        return [
+            *find_trees_of_driver(token),
+            *(f"actor {actor.actor_id} {actor.class_name}" for actor in live_actors() if actor.job_id == job),
+            *(f"placement group {key} {row['name']}" for key, row in groups.items() if key.endswith(job)),
+        ]
+
+    with raylets({"num_cpus": 3}, logging_level="error", log_to_driver=False):
+        address = ray.get_runtime_context().gcs_address
+        report([kill_driver(number, address, token, find_left) for number in range(KILLS - KILLS // 2)])

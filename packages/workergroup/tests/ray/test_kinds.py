@@ -150,10 +150,6 @@ async def _result_of(call):
 
 
 class TestAsync:
-    def test_one_at_a_time(self, group):
-        """Without async_communication async methods run one after the other, and return results as others do."""
-        assert group.call("slow_echo", "x").result() == ["x"] * 8
-
     def test_overlapping(self, local_ray, eventually, wait_until_running):
         """With async_communication async methods overlap and can be cancelled, and all other kinds work as before."""
         with (
@@ -205,6 +201,16 @@ def hiding(function):
     return lambda *args, **kwargs: function(*args, **kwargs)
 
 
+def collected(function):
+    """Return a decorated generator function that runs it."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return list(function(*args, **kwargs))
+
+    return wrapper
+
+
 class Decorated:
     """A worker whose decorated methods have other kinds than they seem to have."""
 
@@ -253,20 +259,8 @@ class Decorated:
     def what_was_made(self):
         return self.made
 
-
-def collected(function):
-    """Return a decorated generator function that runs it."""
-
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        return list(function(*args, **kwargs))
-
-    return wrapper
-
-
-class Collecting:
     @collected
-    def items(self):
+    def collected_items(self):
         yield 1
 
 
@@ -283,6 +277,8 @@ def check_decorated(group):
         group.call("hidden_async_items").result()
     with pytest.raises(TypeError, match="yield from"):
         group.call("returned_items", discard=True).result()
+    with pytest.raises(TypeError, match=r"its decorator returned list .* delete the attribute `__wrapped__`"):
+        group.call("collected_items").result()
     assert group.call("what_was_made").result() == [["closed", "closed"]]
 
 
@@ -295,15 +291,6 @@ class TestDecorated:
             RayWorkerGroup(cluster, Decorated, async_communication=async_communication) as group,
         ):
             check_decorated(group)
-
-    def test_a_decorator_that_runs_the_generator(self, local_ray):
-        """A list in place of a generator is refused."""
-        with (
-            RayVirtualCluster([1], use_gpus=False) as cluster,
-            RayWorkerGroup(cluster, Collecting) as group,
-            pytest.raises(TypeError, match=r"its decorator returned list .* delete the attribute `__wrapped__`"),
-        ):
-            group.call("items").result()
 
 
 AHEAD = """

@@ -2,11 +2,6 @@
 """`launch` starts a group with one call, and removes everything that it has made."""
 
 import os
-import signal
-import subprocess
-import sys
-import textwrap
-import time
 
 import pytest
 import ray
@@ -69,14 +64,6 @@ class TestOnRunningRay:
             kill(policy, 0)
             assert policy.call("read", retries=1).result(60)[0][0] == (("a",), {"size": 3})
 
-    @pytest.mark.parametrize(("gpus", "devices"), [(1, 2), (0.5, 1)])
-    def test_gpus(self, gpus, devices):
-        """Each worker has its own logical GPU; with parts of one, workers share it."""
-        with launch(Policy, workers=2, gpus_per_worker=gpus) as policy:
-            seen = [slot.accelerator_ids for slot in policy.cluster.slots()]
-            assert len(policy.call("read").result(60)) == 2
-        assert len(set(seen)) == devices
-
     def test_shutdown(self):
         """Without a `with`, `shutdown` does the same; a second one does nothing."""
         policy = launch(Policy, workers=2)
@@ -97,39 +84,3 @@ class TestOnRunningRay:
         with pytest.raises(WorkerStartError, match="no checkpoint"):
             launch(Policy, workers=2, init_kwargs={"fail": True})
         assert held_groups() == []
-
-    @pytest.mark.nightly
-    def test_interrupted(self, tmp_path):
-        """Ctrl-C while the constructors run ends the workers and the reservation, before the driver itself ends."""
-        script = tmp_path / "driver.py"
-        script.write_text(
-            textwrap.dedent(
-                f"""
-                import time
-                from ray.util.placement_group import placement_group_table
-                from fairlead_workergroup import launch
-
-                class Slow:
-                    def __init__(self):
-                        open({str(tmp_path / "started")!r}, "w").close()
-                        time.sleep(300)
-
-                if __name__ == "__main__":
-                    import ray
-                    ray.init({ray.get_runtime_context().gcs_address!r})
-                    try:
-                        launch(Slow, workers=2)
-                    except KeyboardInterrupt:
-                        print([one["state"] for one in placement_group_table().values() if one["state"] != "REMOVED"])
-                """
-            )
-        )
-        with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as driver:
-            try:
-                while not (tmp_path / "started").exists():
-                    assert driver.poll() is None
-                    time.sleep(0.01)
-                driver.send_signal(signal.SIGINT)
-                assert driver.communicate(timeout=60)[0].splitlines()[-1:] == ["[]"]
-            finally:
-                driver.kill()

@@ -14,8 +14,6 @@ import pytest
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import CallTimeoutError, RayWorkerGroup, WorkerFailureError
 
-from ..faults import count_questions
-
 
 class Worker:
     """A worker that records its items, and waits, fails or dies for some of them."""
@@ -75,22 +73,6 @@ def test_unordered(group, gate):
     assert {next(results)[1] for _ in range(6)} == {1, 2, 3}
     gate.touch()
     assert [rank for _, rank in results] == [0, 0]
-
-
-def test_a_function_as_strategy(group):
-    """A function of the loads chooses the worker; an invalid choice is refused."""
-    seen = []
-
-    def last(loads):
-        seen.append(loads)
-        return 3
-
-    assert {rank for _, rank in group.map("work", [("easy", i) for i in range(6)], strategy=last)} == {3}
-    assert {len(loads) for loads in seen} == {4}
-    assert max(loads[3] for loads in seen) == 2
-    for wrong in (4, -1, "0", True):
-        with pytest.raises(ValueError, match="the load balancing strategy returned"):
-            list(group.map("work", [("easy", 1)], strategy=lambda loads, wrong=wrong: wrong))
 
 
 def test_items_are_taken_as_needed(group, requests):
@@ -205,23 +187,6 @@ def test_options_of_a_view(group, gate):
         group.with_options(retries=1).map("work", [])
 
 
-def test_the_rest_is_cancelled_with_one_request(group, gate, monkeypatch):
-    """The end of a map cancels an item of every worker with one request a node."""
-    results = group.map("work", [("easy", 0), *[("wait for", str(gate))] * 7], ordered=False)
-    assert next(results) == (0, 0)
-    asked = count_questions(monkeypatch)
-    results.close()
-    assert len(asked) == 2
-    gate.touch()
-    assert group.call("done").result() == [True] * 4
-
-
-def test_on_a_view(group):
-    """A view gives items to its own workers."""
-    results = group.at(worker=slice(1, 3)).map("work", [("easy", i) for i in range(4)])
-    assert [rank for _, rank in results] == [1, 2, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("method", "options", "error"),
     [
@@ -238,17 +203,6 @@ def test_bad_arguments(group, method, options, error):
     """Bad arguments are refused at once, not at the first item."""
     with pytest.raises(error):
         group.map(method, [1], **options)
-
-
-def test_a_deadline(group, gate, clock, wait_until_running):
-    """An item that takes longer than its timeout ends the map."""
-    results = group.map("work", [("easy", 0), ("wait for", str(gate))], timeout=600)
-    assert next(results) == (0, 0)
-    wait_until_running(group, "work", 1)
-    clock.skip(600)
-    with pytest.raises(CallTimeoutError, match="in 'work'"):
-        next(results)
-    gate.touch()
 
 
 def test_leaders_of_tied_groups(local_ray):

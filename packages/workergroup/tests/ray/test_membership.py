@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random changes of a group against a model of its membership, with calls in flight.
+"""Random changes of a group against a model of its membership, with calls in flight and with kills.
 
 `FAIRLEAD_EVENTS` sets the number of events.
 """
@@ -7,6 +7,7 @@
 import contextlib
 import os
 import random
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,42 +19,80 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     Elastic,
+    RayWorkerBuilder,
     RayWorkerGroup,
     ResizeTimeoutError,
     Restart,
     WorkerFailureError,
+    WorkerGroupError,
     current_worker,
 )
 from fairlead_workergroup.testing import assert_no_leaks, kill
 
 from ..hanging import hanging
+from ..logged import Logged, check_logs
 
 pytestmark = pytest.mark.nightly
 
-EVENTS = int(os.environ.get("FAIRLEAD_EVENTS", "60"))
+EVENTS = int(os.environ.get("FAIRLEAD_EVENTS", "200"))
 SEED = int(os.environ.get("FAIRLEAD_SOAK_SEED", "0"))
-NAMES = ["grow", "grow", "shrink", "kill", "move", "hang", "drain"]
+NAMES = ["grow", "grow", "shrink", "kill", "move", "hang", "drain", "disturb", "disturb"]
 # After this many events another group continues.
 EVENTS_OF_GROUP = 16
 # With one slot for a rank that moves, five slots.
 MOST = 4
 SLOTS = 5
+# No call and no event takes longer, also on a busy machine.
+WITHIN_S = 90.0
 
 
-class Worker:
+class Worker(Logged):
     """A worker that says what it knows of its group."""
 
-    def __init__(self):
-        self.joined = 0
-
     def join(self):
-        self.joined += 1
+        pass
 
-    def facts(self, seconds=0.0):
+    def facts(self, caller, number, seconds=0.0):
+        run = self.step(caller, number)
         time.sleep(seconds)
-        worker = current_worker()
         env = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_PORT"]
-        return worker.rank, worker.group_epoch, worker.world_size, worker.sharding.size, *env, os.getpid()
+        return *run, current_worker().sharding.size, *env, os.getpid()
+
+
+class Calls:
+    """The calls of all groups, with what came of each."""
+
+    def __init__(self):
+        self.results, self.errors = {}, {}
+        self.longest_s = 0.0
+        self._count = 0
+
+    def send(self, group, seconds=0.0):
+        """Make a call; return its key and the call."""
+        self._count += 1
+        key = "driver", self._count
+        try:
+            return key, group.call("facts", *key, seconds)
+        except WorkerFailureError as error:
+            self.errors[key] = error
+            raise
+
+    def finish(self, key, call):
+        """Return what all workers know, after they have run a call."""
+        began = time.monotonic()
+        try:
+            facts = call.result(timeout=WITHIN_S)
+        except WorkerFailureError as error:
+            self.errors[key] = error
+            raise
+        finally:
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
+        self.results[key] = [worker[:3] for worker in facts]
+        return facts
+
+    def ask(self, group):
+        """Return what all workers know now."""
+        return self.finish(*self.send(group))
 
 
 class Model:
@@ -66,13 +105,14 @@ class Model:
         nodes: the nodes of the cluster, to which one can be added.
         eventually: waits for a condition.
         counts: counts the events.
+        calls: the calls of all groups.
     """
 
-    def __init__(self, group, rng, cluster, nodes, eventually, counts):
-        self.group, self.rng = group, rng
+    def __init__(self, group, rng, cluster, nodes, eventually, counts, calls):
+        self.group, self.rng, self.calls = group, rng, calls
         self.cluster, self.nodes, self.eventually = cluster, nodes, eventually
         self.size, self.epoch = group.world_size, 0
-        self.pids = [facts[-1] for facts in group.call("facts").result()]
+        self.pids = [facts[-1] for facts in calls.ask(group)]
         self.dead = set()
         self.counts = counts
         self.names = []
@@ -138,10 +178,39 @@ class Model:
             with hanging(self.group, 0), pytest.raises(ResizeTimeoutError):
                 self.group.resize(dp=1, timeout=0.5)
 
-    def check_in_flight(self, call, may_fail):
+    def disturb(self):
+        """A change that loses a worker at a random moment ends in one state, and the next restart repairs it."""
+        size = self.rng.randint(1, MOST)
+        before, pause_s, rank = self.size, self.rng.uniform(0, 1.5), self.rng.randrange(self.size)
+
+        def kill_later():
+            time.sleep(pause_s)
+            with contextlib.suppress(IndexError, WorkerGroupError):  # the rank has left, or is being replaced
+                kill(self.group, rank)
+                self.counts["killed in a change"] += 1
+
+        killer = threading.Thread(target=kill_later)
+        killer.start()
+        try:
+            if size == before:
+                self.group.restart([rank], elsewhere=True)
+            else:
+                self.group.resize(dp=size)
+        except WorkerFailureError:
+            self.counts["failed change"] += 1
+        killer.join()
+        self.group.restart_failed_workers()
+        now = self.group.state()
+        assert now.phase == "serving"
+        assert len(now.members) in (before, size)
+        assert now.group_epoch >= self.epoch
+        self.size, self.epoch = len(now.members), now.group_epoch
+        self.pids, self.dead = [None] * self.size, set()
+
+    def check_in_flight(self, key, call, may_fail):
         """All workers have run a call in its epoch, with the facts of that epoch."""
         try:
-            facts = call.result(timeout=120)
+            facts = self.calls.finish(key, call)
         except WorkerFailureError:
             assert may_fail
             self.counts["failed call"] += 1
@@ -156,7 +225,7 @@ class Model:
         assert (self.group.state().group_epoch, self.group.world_size) == (self.epoch, self.size)
         if self.dead:
             return
-        facts = self.group.call("facts").result(timeout=120)
+        facts = self.calls.ask(self.group)
         port = str(self.group.master_port)
         expected = [(rank, self.epoch, self.size, self.size, self.size, port) for rank in range(self.size)]
         assert [one[:-1] for one in facts] == expected
@@ -182,9 +251,11 @@ def count_workers():
 
 
 @pytest.mark.timeout(240 + 15 * EVENTS)
-def test_random_events(raylets, eventually, store_used):
-    """No call mixes epochs, and slots, ports, processes and memory are as before at the end."""
-    rng, counts = random.Random(SEED), Counter()
+def test_random_events(raylets, eventually, store_used, tmp_path):
+    """No call mixes epochs or runs twice, none is late, and slots, ports, processes and memory are as before."""
+    rng, counts, calls = random.Random(SEED), Counter(), Calls()
+    longest_s = 0.0
+    builder = RayWorkerBuilder(Worker, str(tmp_path))
     options = {
         "workers_per_node": [2],
         "elastic": Elastic(on_resize="join"),
@@ -196,20 +267,25 @@ def test_random_events(raylets, eventually, store_used):
         used = store_used()
         with RayVirtualCluster([SLOTS], use_gpus=False) as cluster:
             for first in range(0, EVENTS, EVENTS_OF_GROUP):
-                with RayWorkerGroup(cluster, Worker, **options) as group:
-                    model = Model(group, rng, cluster, nodes, eventually, counts)
+                with RayWorkerGroup(cluster, builder, **options) as group:
+                    model = Model(group, rng, cluster, nodes, eventually, counts, calls)
                     for number in range(first, min(EVENTS, first + EVENTS_OF_GROUP)):
+                        began = time.monotonic()
                         try:
                             run_event(model)
+                            longest_s = max(longest_s, time.monotonic() - began)
+                            assert longest_s < WITHIN_S
                         except BaseException as error:
                             error.add_note(f"event {number} of seed {SEED}; {dict(counts)}")
                             raise
                     assert group.shutdown()
-            with RayWorkerGroup(cluster, Worker) as group:  # in every slot
-                assert len(group.call("facts").result()) == SLOTS
+            with RayWorkerGroup(cluster, builder) as group:  # in every slot
+                assert len(calls.ask(group)) == SLOTS
         assert eventually(lambda: count_workers() == 0, 60)
         assert eventually(lambda: store_used() <= used, 60)
-    print(f"\n{EVENTS} events, seed {SEED}: {dict(sorted(counts.items()))}")  # noqa: T201
+    check_logs(tmp_path, calls.results, calls.errors)
+    counted = f"{EVENTS} events, seed {SEED}, {len(calls.results)} calls: {dict(sorted(counts.items()))}"
+    print(f"\n{counted}; longest wait for a call {calls.longest_s:.1f} s, event {longest_s:.1f} s")  # noqa: T201
 
 
 def run_event(model):
@@ -220,14 +296,15 @@ def run_event(model):
     name = model.names.pop()
     if model.dead and name not in ("grow", "shrink"):
         name = "restart"
-    may_fail = name == "kill" or bool(model.dead)
+    may_fail = name in ("kill", "disturb") or bool(model.dead)
     calls = []
     with contextlib.suppress(WorkerFailureError):
-        calls = [model.group.call("facts", rng.choice([0.0, 0.1, 0.3])) for _ in range(rng.randint(0, 3))]
+        for _ in range(rng.randint(0, 3)):
+            calls.append(model.calls.send(model.group, rng.choice([0.0, 0.1, 0.3])))
     try:
         getattr(model, name)()
-        for call in calls:
-            model.check_in_flight(call, may_fail)
+        for key, call in calls:
+            model.check_in_flight(key, call, may_fail)
         model.check()
     except BaseException as error:
         error.add_note(f"in {name!r}")

@@ -1,24 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions that keep their own type when they arrive from real workers."""
+"""Exceptions keep their own type, text, attributes and notes when they arrive from workers."""
 
 import threading
 
 import pytest
+import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, RemoteError
 
-from ..user_errors import HoldingError, PrefixError, StubbornError, TwoArgumentsError
+from ..user_errors import HoldingError, NewError, PrefixError, StubbornError, TwoArgumentsError
+
+ERRORS = {
+    "KeyError": lambda: KeyError("a"),
+    "OSError": lambda: OSError(2, "no such file", "name"),
+    "UnicodeDecodeError": lambda: UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
+    "ExceptionGroup": lambda: ExceptionGroup("two", [ValueError(1), TwoArgumentsError(1, where="here")]),
+    "TwoArgumentsError": lambda: TwoArgumentsError(3, where="home"),
+    "PrefixError": lambda: PrefixError(5),
+    "NewError": lambda: NewError(7, where="home"),
+}
 
 
 class Failing:
     """Fails in every way there is."""
 
-    def two_arguments(self):
-        raise TwoArgumentsError(3, where="home")
+    def fail(self, name):
+        error = ERRORS[name]()
+        error.add_note("a note")
+        raise error
 
     def holding(self):
         raise HoldingError("text", threading.Lock())
+
+    def holding_a_reference(self):
+        raise HoldingError("text", [ray.put(1)])
 
     def stubborn(self):
         raise StubbornError(1, where="home")
@@ -40,27 +56,49 @@ def failing(local_ray):
         yield group
 
 
-class TestArrivals:
-    def test_types(self, failing):
-        """An exception of a method arrives with its type, whatever its constructor takes and whatever it holds."""
-        with pytest.raises(TwoArgumentsError, match="code 3 at home") as caught:
-            failing.call("two_arguments").result()
-        assert caught.value.code == 3
-        with pytest.raises(HoldingError) as held:
-            failing.call("holding").result()
-        assert held.value.text == "text"
-        for method in ("items", "later"):
-            with pytest.raises(PrefixError, match=r"^failed with \d(\n|$)"):
-                failing.call(method).result()
+@pytest.mark.parametrize("name", ERRORS)
+def test_type_text_and_attributes(failing, name):
+    """An exception arrives with its class, text, attributes and notes, whatever its constructor takes."""
+    expected = ERRORS[name]()
+    with pytest.raises(type(expected)) as caught:
+        failing.call("fail", name).result()
+    error = caught.value
+    assert str(error).startswith(str(expected).partition(" (")[0])
+    assert {key: value for key, value in vars(error).items() if key in vars(expected)} == vars(expected)
+    assert "a note" in error.__notes__
 
-    def test_what_cannot_be_copied(self, failing):
-        """The text of an exception arrives that cannot be copied."""
-        with pytest.raises(RemoteError, match="StubbornError"):
-            failing.call("stubborn").result()
 
-    def test_interrupt(self, failing):
-        """A KeyboardInterrupt in a worker is neither the caller's own nor a cancelled call, and ends no worker."""
-        with pytest.raises(RemoteError, match="'interrupted' was interrupted in the worker") as caught:
-            failing.call("interrupted").result()
-        assert caught.value.type_name == "KeyboardInterrupt"
-        assert {status.state for status in failing.get_worker_status()} == {"idle"}
+def test_kinds_of_methods(failing):
+    """An exception of a generator and of a coroutine arrives with its type too."""
+    for method in ("items", "later"):
+        with pytest.raises(PrefixError, match=r"^failed with \d(\n|$)"):
+            failing.call(method).result()
+
+
+@pytest.mark.parametrize(
+    ("method", "left_out"),
+    [
+        ("holding", "left out on the way from the worker, as it does not pickle: argument 1, attribute 'lock'"),
+        ("holding_a_reference", "argument 1 (holds a reference), attribute 'lock' (holds a reference)"),
+    ],
+)
+def test_what_does_not_pickle(failing, method, left_out):
+    """What cannot be pickled, and what a reference keeps, is left out, and a note names it."""
+    with pytest.raises(HoldingError) as caught:
+        failing.call(method).result()
+    assert caught.value.text == "text"
+    assert any(left_out in note for note in caught.value.__notes__), caught.value.__notes__
+
+
+def test_what_cannot_be_copied(failing):
+    """The text of an exception arrives that cannot be copied."""
+    with pytest.raises(RemoteError, match="StubbornError"):
+        failing.call("stubborn").result()
+
+
+def test_interrupt(failing):
+    """A KeyboardInterrupt in a worker is neither the caller's own nor a cancelled call, and ends no worker."""
+    with pytest.raises(RemoteError, match="'interrupted' was interrupted in the worker") as caught:
+        failing.call("interrupted").result()
+    assert caught.value.type_name == "KeyboardInterrupt"
+    assert {status.state for status in failing.get_worker_status()} == {"idle"}

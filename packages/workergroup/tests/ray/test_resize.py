@@ -4,6 +4,7 @@
 import asyncio
 import copy
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ray
 
-from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement import ResourceInsufficientError
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import (
     Elastic,
@@ -34,9 +35,6 @@ from ..calling import wait_until_published
 from ..faults import (
     act_before_calls_are_awaited,
     act_while_a_change_awaits,
-    fail_to_release_the_port,
-    find_groups,
-    note_deadlines_of_a_start,
     report_late_workers_every,
 )
 
@@ -85,12 +83,6 @@ class Worker:
 
     def add(self, value):
         return current_worker().rank, value
-
-
-@pytest.fixture(scope="module")
-def cluster(local_ray):
-    with RayVirtualCluster([8], use_gpus=False) as reserved:
-        yield reserved
 
 
 def make(cluster, **options):
@@ -173,29 +165,6 @@ def test_calls_of_an_event_loop(group):
     assert asyncio.run(main()) >= {2, 3}
 
 
-def test_registration(cluster, eventually):
-    """After each resize the agents know the members of now, for those who look from outside."""
-
-    def registered():
-        (found,) = [one for one in find_groups() if one.name == "elastic"]
-        state = found.state
-        return state.group_epoch, dict(state.sharding.shape), {(one.rank, one.pid) for one in state.members}
-
-    with make(cluster, name_prefix="elastic") as group:
-        for epoch, size in enumerate((3, 1, 2), 1):
-            group.resize(dp=size)
-            now = epoch, {"dp": size}, {(one.rank, one.pid) for one in group.get_worker_status()}
-            assert eventually(lambda now=now: registered() == now, 60), registered()
-        assert group.shutdown()
-
-
-def test_one_deadline(group, monkeypatch):
-    """The timeout holds for the environment and for the description of the class too."""
-    given = note_deadlines_of_a_start(monkeypatch, takes_s=0.5)
-    assert group.resize(dp=3, timeout=120) == group.state().group_epoch
-    assert given[1] + 0.5 <= given[0] <= 120
-
-
 @pytest.mark.timeout(300)
 def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait_until_running):
     """The timeout holds for `Restart.method` of a lost worker that the resize starts again."""
@@ -226,15 +195,6 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
         assert [facts[:2] for facts in group.call("facts").result()] == [(2, 1)]
 
 
-def test_agent_that_keeps_a_port(group, monkeypatch, caplog):
-    """An old port that an agent does not release does not break the epoch that has begun."""
-    epoch = group.state().group_epoch
-    fail_to_release_the_port(group)
-    assert group.resize(dp=3) == epoch + 1
-    assert group.call("facts").result() == [(epoch + 1, 3, group.master_port, 3)] * 3
-    assert "Cannot release the port of an earlier epoch: the agent did not answer" in caplog.text
-
-
 def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
     """A shutdown of another thread in the second phase is reported as that, and not as a broken epoch."""
     (tmp_path / "gate.hang1").touch()
@@ -251,28 +211,6 @@ def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
             group.resize(dp=3, timeout=60)
         other.join(60)
         assert not isinstance(caught.value, WorkerFailureError)
-
-
-def test_calls_in_flight_finish(group):
-    """Calls of the old epoch end in it, also on ranks that leave; calls made meanwhile run in the new one."""
-    epoch, running = group.state().group_epoch, group.call("sleep", 1.0)
-    queued = group.call("rank")
-    results = []
-
-    def call():
-        while group.state().group_epoch == epoch:
-            made = group.call("facts")
-            results.append((made.group_epoch, made.result()))
-
-    with_others = threading.Thread(target=call)
-    with_others.start()
-    group.resize(dp=1)
-    with_others.join(timeout=60)
-    assert running.result() == [epoch] * 2
-    assert (queued.group_epoch, queued.result()) == (epoch, [0, 1])
-    results.append((group.state().group_epoch, group.call("facts").result()))
-    for epoch, facts in results:
-        assert {(one[0], one[1]) for one in facts} == {(epoch, len(facts))}
 
 
 def test_bad_input_is_refused(cluster, monkeypatch, requests):
@@ -406,6 +344,32 @@ def test_broken_epoch_and_its_repair(cluster, tmp_path, how, skip_wait_for, wait
         assert [history[-1] for history in group.call("history").result()] == group.call("facts").result()
 
 
+def test_interrupted_wait(group, gate, monkeypatch):
+    """Ctrl-C ends the wait for a resize, which runs to its end, and the next call waits for it."""
+    epoch, held = group.state().group_epoch, group.call("wait_for", gate)
+    main = threading.main_thread().ident
+    act_before_calls_are_awaited(monkeypatch, lambda: signal.pthread_kill(main, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        group.resize(dp=3)
+    gate.touch()
+    assert group.call("facts").result() == [(epoch + 1, 3, group.master_port, 3)] * 3
+    assert held.result() == [epoch] * 2
+
+
+def test_call_of_a_finalizer(group, monkeypatch):
+    """A call that a finalizer makes on the thread of a change is refused at once: the change would wait for itself."""
+    refused = []
+
+    def call():
+        with pytest.raises(WorkerGroupError, match="finalizer") as caught:
+            group.call("rank")
+        refused.append(caught.value)
+
+    act_before_calls_are_awaited(monkeypatch, call)
+    group.resize(dp=3)
+    assert len(refused) == 1
+
+
 def test_two_resizes_at_once(group, gate, monkeypatch):
     """The second one waits, or raises by its timeout."""
     waits = threading.Event()
@@ -421,25 +385,6 @@ def test_two_resizes_at_once(group, gate, monkeypatch):
     first.join()
     assert held.result() == [epoch] * 2
     assert group.call("facts").result() == [(epoch + 2, 4, group.master_port, 4)] * 4
-
-
-def test_epoch_of_a_restart(group):
-    """A restart raises the epoch for everybody and changes nothing else for those that live."""
-    epoch, (survivor, _) = group.state().group_epoch, group.call("history").result()
-    restarts = [one.restarts for one in group.get_worker_status()]
-    kill(group, 1)
-    with pytest.raises(WorkerFailureError):
-        group.call("rank").result()
-    assert group.restart_failed_workers() == [1]
-    assert group.state().group_epoch == epoch + 1
-    assert group.call("facts").result() == [(epoch + 1, 2, group.master_port, 2)] * 2
-    assert group.call("history").result() == [survivor, []]
-    kill(group, 0)
-    with pytest.raises(WorkerFailureError):
-        group.call("rank").result()
-    assert group.resize(dp=3) == epoch + 2  # starts rank 0 again too
-    assert group.call("facts").result() == [(epoch + 2, 3, group.master_port, 3)] * 3
-    assert [one.restarts for one in group.get_worker_status()] == [*(before + 1 for before in restarts), 0]
 
 
 def test_tied_groups(cluster):

@@ -4,7 +4,6 @@
 import os
 import pickle
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from fairlead_workergroup import (
     RayWorkerBuilder,
     RayWorkerGroup,
     Restart,
-    Timeouts,
     WorkerFailureError,
     current_worker,
 )
@@ -23,7 +21,6 @@ from fairlead_workergroup.testing import kill
 from ..calling import wait_until_published
 from ..faults import (
     act_before_calls_are_awaited,
-    report_late_workers_every,
 )
 
 pytestmark = pytest.mark.nightly
@@ -48,11 +45,6 @@ class Worker:
     def wait_for(self, path):
         while not os.path.exists(path):
             time.sleep(0.02)
-
-    def load_late(self):
-        Path(f"{os.environ['GATE']}.begun").touch()
-        self.wait_for(os.environ["GATE"])
-        self.value = "loaded late"
 
     def meet(self):
         """Note whether all ranks run this method at the same time, as one with a collective does."""
@@ -112,30 +104,6 @@ def test_restart_with_a_collective(cluster, tmp_path):
     with RayWorkerGroup(cluster, Worker, workers_per_node=[2], **options) as group:
         assert group.restart([1]) == [0, 1]
         assert [facts[4] for facts in group.call("facts").result()] == [2, 2]
-
-
-def test_resize_after_a_loss_with_group_scope(cluster):
-    """A resize restarts the ranks that `restart_failed_workers` would restart: with scope "group" all of them."""
-    builder = RayWorkerBuilder(Worker, "new")
-    with RayWorkerGroup(cluster, builder, workers_per_node=[2], restart=Restart(scope="group", method="load")) as group:
-        lose(group, 1)
-        group.resize(worker=3)
-        states = [(incarnation, value) for _, _, incarnation, _, value in group.call("facts").result()]
-        assert states == [(1, None), (1, None), (0, "new")]
-
-
-def test_timeout_of_a_restart(cluster, gate, clock, monkeypatch, eventually):
-    """A method of the user that takes longer than the timeout of a restart is not waited for."""
-    report_late_workers_every(monkeypatch, 0.1)
-    options = {"restart": Restart(method="load_late"), "env_vars": {"GATE": str(gate)}}
-    options |= {"timeouts": Timeouts(start_s=3600)}
-    with ThreadPoolExecutor() as threads, RayWorkerGroup(cluster, Worker, workers_per_node=[1], **options) as group:
-        replaced = threads.submit(group.restart, [0], timeout=600)
-        assert eventually(Path(f"{gate}.begun").exists)
-        clock.skip(600)
-        error = replaced.exception(timeout=60)
-        gate.touch()
-        assert error or group.call("facts").result()[0][4] is None
 
 
 def test_refusals(cluster):

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,13 +19,8 @@ from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerFailure
 
 from ..faults import (
     act_before_a_call_is_sent,
-    act_before_losses_are_judged,
-    act_before_processes_are_awaited,
-    count_actors_being_made,
-    end_actors,
     find_running,
     limit_ends_of_workers,
-    limit_waits_for_room,
 )
 
 
@@ -38,10 +32,6 @@ class Cleaner:
 
     def cleanup(self):
         with open(f"{self.folder}/{os.environ['RANK']}", "w") as file:
-            file.write("cleaned")
-
-    def cleanup_counted(self):
-        with open(f"{self.folder}/{os.environ['RANK']}", "a") as file:
             file.write("cleaned")
 
     def cleanup_fails(self):
@@ -106,25 +96,6 @@ def test_two_threads(group):
     assert group.shutdown() is True  # a later shutdown does nothing
 
 
-def test_two_threads_with_a_cleanup(group, tmp_path, monkeypatch):
-    """The cleanup runs once; the second thread waits for it and gets the same result."""
-    with ThreadPoolExecutor() as threads:
-        second, looked = [], threading.Event()
-
-        def come_second():
-            if second:  # it did not wait for the first
-                looked.set()
-                assert second[0].result(timeout=60)
-            else:
-                second.append(threads.submit(group.shutdown, "cleanup_counted"))
-                looked.wait(timeout=0.5)
-
-        act_before_losses_are_judged(monkeypatch, come_second)
-        assert group.shutdown("cleanup_counted") is True
-        assert second[0].result(timeout=60) is True
-    assert [(tmp_path / rank).read_text() for rank in list_cleaned(tmp_path)] == ["cleaned"] * 2
-
-
 def test_force_during_a_cleanup(group, tmp_path, eventually):
     """`force` does not wait for a cleanup that hangs; both threads get the same result."""
     processes = pids(group)
@@ -152,12 +123,6 @@ def test_reverse_order(group, monkeypatch):
     group.shutdown()
     assert killed == [1, 0]
     assert there[-1] == 1
-
-
-def test_cleanup(group, tmp_path):
-    """Every worker runs the cleanup before it is ended."""
-    assert group.shutdown(cleanup_method="cleanup") is True
-    assert list_cleaned(tmp_path) == ["0", "1"]
 
 
 @pytest.mark.parametrize("method", ["cleanup_async", "cleanup_in_steps", "cleanup_in_async_steps"])
@@ -309,29 +274,3 @@ def test_interpreter_exit(local_ray, eventually):
     processes = [int(pid) for pid in done.stdout.split()]
     assert len(processes) == 1
     assert eventually(lambda: not find_running(processes), 60)
-
-
-class Late:
-    """A worker whose constructor waits until a file exists."""
-
-    def __init__(self, gate):
-        while not os.path.exists(gate):
-            time.sleep(0.01)
-
-
-@pytest.mark.parametrize("room", [True, False])
-def test_kill_during_creation(local_ray, monkeypatch, eventually, gate, room):
-    """Actors that Ray is creating are killed after their creation; actors without room are killed after a while."""
-    limit_waits_for_room(monkeypatch, 60.0 if room else 0.5)
-    act_before_processes_are_awaited(monkeypatch, gate.touch)
-    seen = []
-    kill = ray.kill
-    monkeypatch.setattr(ray, "kill", lambda worker: (seen.append(count_actors_being_made()), kill(worker)))
-    actor_class = ray.remote(num_cpus=1 if room else 1000)(Late)
-    # Ray knows of an actor that has a name when it gives the handle.
-    actors = [actor_class.options(name=f"{room}-{rank}").remote(str(gate)) for rank in range(2)]
-    assert count_actors_being_made() == 2  # until the gate opens
-    assert end_actors(actors) == []
-    # Ray's head may hear of the first kill later than it answers.
-    assert seen in ([[0, 0]] if room else [[2, 1], [2, 2]])
-    assert eventually(lambda: not count_actors_being_made())

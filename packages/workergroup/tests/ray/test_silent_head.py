@@ -5,10 +5,6 @@ import contextlib
 import functools
 import itertools
 import os
-import signal
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -31,10 +27,8 @@ from ..faults import (
     act_in_steps,
     find_running,
     head_is_silent,
-    limit_requests_of_looks,
     limit_requests_to_the_head,
     longest_shutdown,
-    watch_requests_to_the_head,
 )
 
 # The limit of everything that has none of its own, and of everything that takes one.
@@ -215,67 +209,8 @@ def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process
         assert group.call("rank").result() == [0, 1, 2]
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("local_ray")
-def test_death_that_the_head_does_not_report(stop_process):
-    """A worker that dies while the head is silent is lost: Ray cannot reach it, and the agent of its node says why."""
-    head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
-    with RayVirtualCluster([2], use_gpus=False) as cluster, RayWorkerGroup(cluster, Worker) as group:
-        pids = group.call("pid").result()
-        with impatience(), stop_process(head):
-            os.kill(pids[1], signal.SIGKILL)
-            with pytest.raises(WorkerFailureError) as caught:
-                group.call("rank", timeout=ANSWER_S).result()
-        assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "killed")]
-
-
 # The head's deadline in the next test, and the time that the slowest call may take on a busy machine.
 DEADLINE_S, CALL_S = 120.0, 60.0
-
-
-@contextlib.contextmanager
-def looking(group):
-    """Let a thread look at the workers again and again, as a watch does; raise what it raises."""
-    done = threading.Event()
-
-    def look():
-        while not done.is_set():
-            with contextlib.suppress(HeadTimeoutError):
-                group.get_worker_status()
-            done.wait(0.01)
-
-    with ThreadPoolExecutor(1) as executor:
-        looks = executor.submit(look)
-        try:
-            yield
-        finally:
-            done.set()
-            looks.result()
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("local_ray")
-def test_calls_while_background_threads_wait(monkeypatch, eventually, stop_process):
-    """While background threads of a group wait for a silent head, calls do not wait for them."""
-    find_late = watch_requests_to_the_head(monkeypatch)
-    limit_requests_of_looks(monkeypatch, DEADLINE_S)
-    head = ray._private.worker._global_node.all_processes["gcs_server"][0].process.pid
-    with (
-        RayVirtualCluster([2], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Worker) as group,
-        looking(group),
-    ):
-        group.call("rank").result()
-        with stop_process(head):
-            # The look has sent a request, or the check of publications: while a request is late, looks send none.
-            assert eventually(find_late)
-            took = []
-            for number in range(400):
-                time.sleep(0.05 if number % 20 == 0 else 0.0)
-                began = time.monotonic()
-                assert group.call("rank", timeout=ANSWER_S).result() == [0, 1]
-                took.append(time.monotonic() - began)
-        assert max(took) < CALL_S
 
 
 # What a change may take. On a busy machine, what is left of one without a head takes some seconds.

@@ -2,8 +2,6 @@
 """The status and the resource usage of workers, read on their nodes while they are busy, hang or are lost."""
 
 import os
-import pathlib
-import threading
 import time
 
 import pytest
@@ -15,15 +13,12 @@ from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroup
 from fairlead_workergroup.testing import kill
 
 from ..faults import (
-    count_questions,
     delay_nodes,
-    end_processes_by,
     limit_answers_of_nodes,
-    note_requests_for_dead_actors,
     restarting,
     unreadable_record,
 )
-from ..hanging import hanging, stopped, take_memory
+from ..hanging import hanging, take_memory
 
 
 class Worker:
@@ -64,29 +59,6 @@ def group(cluster):
 
 def states(group, **options):
     return [status.state for status in group.get_worker_status(**options)]
-
-
-def test_one_request_for_each_node(group, gate, eventually, monkeypatch):
-    """Eight workers on four nodes need four questions, while all are busy and one of them is stopped."""
-    assert states(group) == ["idle"] * 8
-    call = group.call("work", gate)
-    assert eventually(lambda: states(group) == ["busy"] * 8, 60)
-    nodes = sorted({worker["node_id"] for worker in group.worker_metadata})
-    asked = count_questions(monkeypatch)
-    with stopped(group, 5):
-        for ask in (group.get_worker_status, group.detect_stuck_workers, group.get_resource_usage):
-            asked.clear()
-            ask()
-            assert sorted(asked) == nodes
-    gate.touch()
-    call.result()
-
-
-def test_no_request_for_dead_actors(group, monkeypatch):
-    """While every agent answers, Ray's head is not asked for the actors of the job that have ever died."""
-    asked = note_requests_for_dead_actors(monkeypatch)
-    assert [status.state for status in group.get_worker_status()] == ["idle"] * 8
-    assert asked == []
 
 
 def test_fields(group, gate, eventually):
@@ -173,26 +145,6 @@ def test_dead_worker(cluster):
     for ask in (group.get_worker_status, group.get_resource_usage, group.detect_stuck_workers):
         with pytest.raises(WorkerGroupError, match="has been shut down; make a new group"):
             ask()
-
-
-def test_shutdown_of_many_nodes(cluster, monkeypatch, tmp_path):
-    """A shutdown waits for all nodes at the same time, however many there are."""
-
-    def meet(workers, marks, within_s, grace_s, folder=str(tmp_path)):
-        """Return that all are gone, once the three nodes of the ranks above 0 are being asked."""
-        mine = pathlib.Path(folder, f"{os.getpid()}-{threading.get_ident()}")
-        mine.touch()
-        deadline = time.monotonic() + within_s
-        while len(os.listdir(folder)) < 3:
-            if time.monotonic() > deadline:
-                mine.unlink()
-                return list(workers)
-            time.sleep(0.01)
-        return []
-
-    group = RayWorkerGroup(cluster, Worker, workers_per_node=1)
-    end_processes_by(monkeypatch, meet)
-    assert group.shutdown()
 
 
 def test_lost_node(nodes, group, eventually):

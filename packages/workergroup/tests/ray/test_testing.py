@@ -2,7 +2,6 @@
 """The test kit: its faults are real, take effect when the function returns, and end."""
 
 import os
-import time
 
 import pytest
 
@@ -21,10 +20,6 @@ class Slotted:
 
     def rank(self):
         return int(os.environ["RANK"])
-
-    def wait_for(self, gate):
-        while not os.path.exists(gate):
-            time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -52,30 +47,13 @@ def test_stop(group):
     assert call.result(timeout=60) == [0, 1, 2, 3]
 
 
-def test_stop_during_a_call(group, gate, wait_until_running):
-    """A worker is stopped in the middle of a call."""
-    call = group.at(worker=0).call("wait_for", gate)
-    wait_until_running(group, "wait_for", 0)
-    with stopped(group, 0):
-        gate.touch()
-        assert not call.wait(0.3)
-    call.result(timeout=60)
-
-
 @pytest.mark.parametrize("fault", [kill, stop, resume])
-@pytest.mark.parametrize(
-    ("rank", "error", "message"),
-    [
-        (4, IndexError, "rank 4 is out of range: the group has ranks 0 to 3"),
-        (-1, IndexError, "rank -1 is out of range"),
-        ("0", TypeError, "rank must be an int, got '0'"),
-        (True, TypeError, "rank must be an int, got True"),
-    ],
-)
-def test_bad_ranks(group, fault, rank, error, message):
+def test_bad_ranks(group, fault):
     """Wrong ranks are refused, and nothing happens."""
-    with pytest.raises(error, match=message):
-        fault(group, rank)
+    with pytest.raises(IndexError, match="rank 4 is out of range: the group has ranks 0 to 3"):
+        fault(group, 4)
+    with pytest.raises(TypeError, match="rank must be an int, got '0'"):
+        fault(group, "0")
     assert {status.state for status in group.get_worker_status()} == {"idle"}
 
 

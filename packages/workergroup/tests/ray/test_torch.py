@@ -95,17 +95,6 @@ def test_groups_along_axes(local_ray):
         assert group.call("join").result()[0] == ("gloo", 0, 4)
 
 
-def test_join_again(local_ray):
-    """A process group that exists is left, while others may have called again already."""
-    with (
-        RayVirtualCluster([3], use_gpus=False) as cluster,
-        RayWorkerGroup(cluster, Member, sharding_annotations=NamedSharding.from_shape(dp=3)) as group,
-    ):
-        for _ in range(2):
-            assert group.call("join", timeout=120).result() == [("gloo", rank, 3) for rank in range(3)]
-            assert group.call("sum_along", "dp").result() == [3] * 3
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 def test_ipv6_store(local_ray):
@@ -319,6 +308,14 @@ def test_outside_a_worker():
             use()
     with pytest.raises(ValueError, match="needs the axes"):
         helpers.axis_group()
+
+
+def test_interface_of_a_host_name():
+    """A node may have the name of a host in place of an address, which is that of no interface."""
+    from fairlead_workergroup import torch as helpers
+
+    assert helpers._interface_of("localhost") is None
+    assert helpers._interface_of("127.0.0.1") is not None
 
 
 def test_unknown_compression(local_ray):

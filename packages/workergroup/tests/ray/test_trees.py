@@ -53,13 +53,6 @@ def start_processes(group, rank, folder, eventually) -> dict[str, int]:
     return read_pids(folder)
 
 
-def test_shutdown(group, tmp_path, eventually):
-    """When shutdown returns, all processes that the workers have started have ended."""
-    children = start_processes(group, 1, tmp_path / "1", eventually)
-    assert group.shutdown() is True
-    assert find_running(children.values()) == []
-
-
 def test_restart(group, tmp_path, eventually):
     """Processes of a lost worker end before its slot is used again; processes of other workers continue."""
     lost, others = (start_processes(group, rank, tmp_path / str(rank), eventually) for rank in (1, 0))

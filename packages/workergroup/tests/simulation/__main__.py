@@ -3,13 +3,11 @@
 """Run the simulation: `python -m simulation` in the folder of the tests, with `--seed N` to replay one run."""
 
 import argparse
-import functools
 import os
 import sys
 
 from .exploration import describe, explore, run_seed, shrink
 from .scripts import run_group
-from .toy import FAULTS, run_toy
 
 
 def main() -> int:
@@ -17,21 +15,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="replay the run of this seed, and print its history")
     parser.add_argument("--runs", type=int, default=10_000, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--fault", choices=FAULTS, default="", help="run the toy group with this fault")
     options = parser.parse_args()
-    script = functools.partial(run_toy, fault=options.fault) if options.fault else run_group
     if options.seed is not None:
-        one = run_seed(script, options.seed, keep=True)
+        one = run_seed(run_group, options.seed, keep=True)
         print(*one.history, sep="\n")
         print(f"{one.steps} steps, {len(one.choices)} choices: {one.failure or 'no rule was broken'}")
         return int(one.failure is not None)
     # The parts of a run that is divided between several processes do not share a processor.
     part = options.first // max(1, options.runs)
-    report = explore(script, range(options.first, options.first + options.runs), part)
+    report = explore(run_group, range(options.first, options.first + options.runs), part)
     print(report)
     if report.failed is None:
         return 0
-    print(describe(report.seed, report.failed, shrink(script, report.failed)))
+    print(describe(report.seed, report.failed, shrink(run_group, report.failed)))
     return 1
 
 

@@ -79,7 +79,6 @@ class Request:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     ref: SimRef
-    due: float | None = None
     ends_at: float | None = None
     until: Until | None = None
     outcome: tuple[Any, Callable[[], BaseException] | None] = (None, None)
@@ -118,7 +117,7 @@ class Worker:
 class Actor:
     """A pretended actor, which is a source of events.
 
-    Its requests begin in order; those of an overlapping one begin in any order, and run at the same time.
+    Its requests begin in order, one after the other.
 
     Attributes:
         is_created: whether the head has created it.
@@ -129,7 +128,7 @@ class Actor:
 
     due: float | None = None
 
-    def __init__(self, owner: Any, number: int, node: Any, *, overlapping: bool) -> None:
+    def __init__(self, owner: Any, number: int, node: Any) -> None:
         self.name = f"actor {number}"
         self.id: bytes = number.to_bytes(16, "big")
         self.key: tuple[int, int] = (FIRST_PID + number, number)
@@ -139,11 +138,8 @@ class Actor:
         self.rank: int | None = None
         self.queue: deque[Request] = deque()
         self.running: list[Request] = []
-        # The function that has the worker for itself, or waits for that.
-        self.alone: Request | None = None
         self.cause = "the process has ended"
         self._ray = owner
-        self._overlapping = overlapping
 
     def __repr__(self) -> str:
         return f"<{self.name} rank={self.rank}>"
@@ -167,7 +163,7 @@ class Actor:
         """Return whether something can happen to it; set `due` if it will be."""
         self.due = None
         # Most actors are idle at most points.
-        if self.is_running and not (self.queue or self.running or self.alone is not None or self.is_killed):
+        if self.is_running and not (self.queue or self.running or self.is_killed):
             return False
         return bool(self._events())
 
@@ -193,16 +189,7 @@ class Actor:
                 events.append(lambda request=request: self._finish(request))
             else:
                 self._look_at(request.ends_at)
-        if self.alone is not None:
-            if not self.running or (self.alone.due is not None and self.alone.due <= now):
-                events.append(self._run_alone)
-            else:
-                self._look_at(self.alone.due)
-        elif self._overlapping:
-            events += [
-                lambda request=request: self._begin(request) for request in self.queue if request.is_deliverable()
-            ]
-        elif self.queue and not self.running and self.queue[0].is_deliverable():
+        if self.queue and not self.running and self.queue[0].is_deliverable():
             events.append(lambda: self._begin(self.queue[0]))
         return events
 
@@ -230,14 +217,13 @@ class Actor:
 
     def _open(self) -> list[Request]:
         """Return the requests that it has not answered."""
-        return [*self.running, *([] if self.alone is None else [self.alone]), *self.queue]
+        return [*self.running, *self.queue]
 
     def _fail_all(self, error: Callable[[], BaseException]) -> None:
         for request in self._open():
             request.resolve(error=error)
         self.running.clear()
         self.queue.clear()
-        self.alone = None
 
     def _died(self) -> BaseException:
         pid, _ = self.key
@@ -250,15 +236,10 @@ class Actor:
         if failed := [one for one in arguments if isinstance(one, SimRef) and one.has_failed]:
             request.resolve(error=_error_of(failed[0]))
             return
-        if request.method == "_fairlead_call" and "alone" in request.args[0]:
-            self.alone = request
-            request.due = world.now() + float(request.args[0]["alone"])
-            return
         number = request.ref.number
         name = request.args[0]["method"] if request.method == "_fairlead_call" else request.method
         self.worker.ran.append(Ran(name, number, self.worker.epoch))
         world.note(f"begins {request.method} of request {number} in epoch {self.worker.epoch}")
-        self._ray.began(self, request)
         value = self._call(request)
         if request.outcome[1] is None and value is not HANG:
             request.outcome = value.value if isinstance(value, Takes) else value, None
@@ -272,20 +253,6 @@ class Actor:
         else:
             request.ends_at = world.now() + (value.seconds if isinstance(value, Takes) else 0.0)
             self.running.append(request)
-
-    def _run_alone(self) -> None:
-        request, self.alone = self.alone, None
-        if request is None:
-            return
-        how, pickled, *args = request.args
-        name = how["method"]
-        if self.running:
-            text = f"{len(self.running)} methods were still running after {how['alone']:.1f} s"
-            request.resolve(error=_task_error(name, TimeoutError(text)))
-            return
-        inner = Request("_fairlead_apply", (name, pickled, *args), {}, request.ref)
-        self.queue.appendleft(inner)
-        self._begin(inner)
 
     def _finish(self, request: Request) -> None:
         self.running.remove(request)

@@ -6,8 +6,6 @@ The functions of `_remote/facts.py` run in its workers as they are.
 
 import itertools
 import sys
-import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -58,34 +56,29 @@ class PretendedRay:
         methods: the methods of the user's class, each called with the worker and the arguments; without one, a method
             returns the worker's rank, epoch and world size.
         construct: called with a worker whose constructor runs; it may raise, and return `HANG` or `Takes`.
-        on_begin: called with the actor and the request that begins.
         on_construct: called with each actor whose constructor begins.
         is_connected: whether Ray has not been shut down.
     """
 
-    def __init__(self, world: SimulatedWorld, *, nodes: int = 2, overlapping: bool = False) -> None:
+    def __init__(self, world: SimulatedWorld, *, nodes: int = 2) -> None:
         self.world = world
         self.head = Head()
         self.nodes = {one.id: one for one in (Node(f"node-{at}", f"10.0.0.{at}") for at in range(nodes))}
         self.actors: list[Actor] = []
         self.methods: dict[str, Callable[..., Any]] = {}
         self.construct: Callable[[Worker], Any] = lambda worker: None
-        self.on_begin: list[Callable[[Actor, Request], object]] = []
         self.on_construct: list[Callable[[Actor], object]] = []
         self.is_connected: bool = True
-        self.sent: Counter[str] = Counter()
-        self._overlapping = overlapping
         # The step in which each task has asked the head last which nodes or actors there are.
         self._asked: dict[int, int] = {}
         self._numbers = itertools.count(1)
-        self._refs: weakref.WeakValueDictionary[bytes, SimRef] = weakref.WeakValueDictionary()
 
     # What Ray offers to a driver.
 
     def create(self, node_id: str) -> Handle:
         """Request an actor on a node; the head creates it later."""
         self.world.point(f"requests an actor on {node_id}")
-        actor = Actor(self, len(self.actors) + 1, self.nodes[node_id], overlapping=self._overlapping)
+        actor = Actor(self, len(self.actors) + 1, self.nodes[node_id])
         self.actors.append(actor)
         self.world.add(actor)
         self.world.note(f"has requested {actor.name}")
@@ -96,7 +89,6 @@ class PretendedRay:
         """Send a request to an actor."""
         self.world.point(f"sends {method} to {actor.name}")
         ref = self._make_ref(actor)
-        self.sent[method] += 1
         actor.send(Request(method, args, kwargs, ref))
         self.world.after(f"has sent {method} to {actor.name}")
         return ref
@@ -120,7 +112,6 @@ class PretendedRay:
         """Store a value."""
         self.world.point("stores a value")
         ref = SimRef(next(self._numbers), bytes(16))
-        self._refs[ref.binary()] = ref
         ref.resolve(value)
         return ref
 
@@ -152,14 +143,8 @@ class PretendedRay:
         """Return what `fairlead_placement.extension.connection` returns."""
         return "pretended" if self.is_connected else ""
 
-    def still_referenced(self, ids: Sequence[bytes]) -> list[SimRef]:
-        """Return the references that the driver still has, by id."""
-        return [ref for one in ids if (ref := self._refs.get(one)) is not None]
-
     def _make_ref(self, actor: Actor) -> SimRef:
-        ref = SimRef(next(self._numbers), actor.id)
-        self._refs[ref.binary()] = ref
-        return ref
+        return SimRef(next(self._numbers), actor.id)
 
     # The head and the agents of the nodes.
 
@@ -304,19 +289,11 @@ class PretendedRay:
 
     # Inside pretended workers.
 
-    def began(self, actor: Actor, request: Request) -> None:
-        """Report a request that begins."""
-        self._tell(self.on_begin, actor, request)
-
     def constructing(self, actor: Actor) -> None:
-        """Report a constructor that begins."""
-        self._tell(self.on_construct, actor)
-
-    def _tell(self, observers: Sequence[Callable[..., object]], *what: Any) -> None:
-        """Call observers, whose errors are not those of the method that begins."""
+        """Report a constructor that begins, to observers whose errors are not those of the constructor."""
         try:
-            for observe in observers:
-                observe(*what)
+            for observe in self.on_construct:
+                observe(actor)
         except AssertionError as error:
             self.world.fail(error)
 

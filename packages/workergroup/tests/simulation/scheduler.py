@@ -57,15 +57,6 @@ class Source(Protocol):
         """Let its next event happen."""
 
 
-class Ref(Protocol):
-    """A reference to an object, which a worker makes."""
-
-    is_done: bool
-    has_failed: bool
-
-    def value(self) -> Any: ...
-
-
 class Moment(NamedTuple):
     """A line of the history of a run."""
 
@@ -133,11 +124,7 @@ class SimulatedWorld:
 
     def lock(self) -> SimulatedLock:
         """Return a lock that is not held over waits."""
-        return SimulatedLock(self, self._name("lock"), over_waits=False, reentrant=True)
-
-    def mutex(self, *, reentrant: bool = False) -> SimulatedLock:
-        """Return a lock that may be held over waits; not part of the seam."""
-        return SimulatedLock(self, self._name("mutex"), over_waits=True, reentrant=reentrant)
+        return SimulatedLock(self, self._name("lock"))
 
     def event(self) -> SimulatedEvent:
         """Return an event that has not happened."""
@@ -221,7 +208,7 @@ class SimulatedWorld:
 
     def check_unlocked(self, what: str) -> None:
         """Fail the run if the present task holds a lock."""
-        held = [] if self.current is None else [lock.name for lock in self.current.held if not lock.over_waits]
+        held = [] if self.current is None else [lock.name for lock in self.current.held]
         if held:
             raise self.fail(SimulationError(f"lock held: {self.who} {what} while it holds {', '.join(held)}"))
 

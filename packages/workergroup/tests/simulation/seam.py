@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,16 +17,11 @@ from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import Place, _world
 from fairlead_workergroup._calls.call import Call
-from fairlead_workergroup._calls.plan import PlannedCall, Recipients
 from fairlead_workergroup._membership import operations, slots
 from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._membership.losses import find_losses
-from fairlead_workergroup._membership.owned import Owned
-from fairlead_workergroup._membership.slots import Slots
-from fairlead_workergroup._model import GroupState, Member, RestartPolicy
-from fairlead_workergroup._ray_private import actor_id_of, actor_id_of_ref, dead_actors
+from fairlead_workergroup._model import GroupState, Member
 from fairlead_workergroup._remote import facts as remote_facts
-from fairlead_workergroup._remote.process import find_ended
 from fairlead_workergroup._start.launch import late_error, start_error
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import Method, WorkerClass, describe_class
@@ -42,12 +37,7 @@ __all__ = [
     "Call",
     "Core",
     "Deadline",
-    "Member",
     "WorkerClass",
-    "actor_id_of",
-    "actor_id_of_ref",
-    "dead_actors",
-    "find_ended",
     "late_error",
     "replaced",
     "replaced_by",
@@ -198,29 +188,6 @@ def describe(worker: type) -> WorkerClass:
     return describe_class(worker, asks=[{}], node_id="", runtime_env=None, timeout_s=0.0)
 
 
-def make_places(slots: Sequence[Slot]) -> list[Place]:
-    """Return the place of a rank in each slot."""
-    return [replace(place, coords={"dp": place.rank}) for place in lay_out(slots, prefix="simulated")]
-
-
-def make_plan(place: Place) -> Any:
-    """Return as much of the plan of a worker as pretended placement uses."""
-    return SimpleNamespace(place=place)
-
-
-def make_member(handle: Any, place: Place, answer: Mapping[str, Any]) -> Member:
-    """Return a worker in a place, given what its process has reported."""
-    member = Member(place, handle=handle, actor_id=actor_id_of(handle), node_id=place.slot.node_id)
-    return replace(member, **{name: answer[name] for name in ("pid", "started") if name in answer})
-
-
-def make_owned(name: str, places: Sequence[Place]) -> tuple[Slots, Owned]:
-    """Return what a group holds that has no workers yet, and what claims slots for it."""
-    core = Core(name, places, NamedSharding.from_shape(dp=len(places)), policy=RestartPolicy())
-    owned = Owned(core)
-    return Slots([place.slot for place in places], core, owned), owned
-
-
 def find_loss(member: Member, error: Exception) -> Any:
     """Return the loss of which the error of a worker that starts tells; None if it tells of none."""
     core: Any = SimpleNamespace(now=SimpleNamespace(phase="starting"), memory_limit=None)
@@ -228,26 +195,6 @@ def find_loss(member: Member, error: Exception) -> Any:
 
 
 # Shipped code of calls.
-
-
-def make_core(places: list[Place], started: Sequence[Member]) -> Core:
-    """Return the core of a group whose workers have started, and which does not restart them."""
-    sharding = NamedSharding.from_shape(dp=len(places))
-    core = Core("simulated", places, sharding, policy=RestartPolicy(max_restarts=3))
-    core.commit(GroupState(0, 0, sharding, tuple(started), phase="serving"))
-    core.described = SimpleNamespace(worker_class=SimpleNamespace(concurrent=False))  # type: ignore[assignment]
-    return core
-
-
-def make_call(core: Core, name: str, args: Sequence[Any], now: float, timeout: float | None) -> Call[Any]:
-    """Call a method on all workers of a group."""
-    state = core.now
-    ranks = list(range(len(state.members)))
-    requests = [Request(name, list(args), {}) for _ in ranks]
-    recipients = Recipients(ranks, ranks, None)
-    method, deadline = Method(name, "plain", None), Deadline.after(timeout)
-    planned = PlannedCall(method, recipients, requests, now, deadline, sharding=state.sharding)
-    return Call(core, None, planned, core.send(planned))
 
 
 def was_repeated(call: Call[Any]) -> bool:

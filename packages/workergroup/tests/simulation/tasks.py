@@ -97,18 +97,14 @@ class Task:
 
 
 class SimulatedLock:
-    """A lock that knows which task holds it. To take it and to release it are points.
+    """A lock that knows which task holds it, which may take it again. To take and to release it are points.
 
-    Args:
-        over_waits: whether a task may wait for something else than a lock while it holds it.
-        reentrant: whether the task that holds it may take it again.
+    No task may wait for something else than a lock while it holds one.
     """
 
-    def __init__(self, world: Any, name: str, *, over_waits: bool, reentrant: bool) -> None:
+    def __init__(self, world: Any, name: str) -> None:
         self.name = name
-        self.over_waits = over_waits
         self._world = world
-        self._reentrant = reentrant
         self._depth = 0
         self.owner: Task | None = None
         self._takes, self._releases = f"takes {name}", f"releases {name}"
@@ -125,8 +121,6 @@ class SimulatedLock:
         world = self._world
         me = world.current
         if me is not None and self.owner is me:
-            if not self._reentrant:
-                raise world.fail(SimulationError(f"lock taken twice: {me.name} takes {self.name}, which it holds"))
             self._depth += 1
             return True
         waits = blocking and timeout != 0

@@ -174,9 +174,3 @@ def test_a_view_of_one_worker_has_no_axes():
     with pytest.raises(ValueError, match="selects nothing of axis 'dp' of size 2"):
         MESH.at({"dp": slice(2, 2)})
     assert plan_call(one, collect=()).returned == [7]
-
-
-def test_plans_are_cached():
-    """The same question returns the cached plan."""
-    again = Mesh(NamedSharding.from_shape(dp=2, tp=4))
-    assert plan_call(MESH, collect="dp") is plan_call(again, collect=["dp"])

@@ -37,12 +37,6 @@ def test_unchanged_inputs(default, extra):
     assert (default, extra) == before
 
 
-@given(DICTS)
-def test_empty_dict(options):
-    """An empty dict changes nothing on either side."""
-    assert recursive_merge_options(options, {}) == options == recursive_merge_options({}, options)
-
-
 def test_nsight():
     """A `_nsight` entry at the top of runtime_env becomes Ray's `nsight`."""
     merged = recursive_merge_options({"runtime_env": {"_nsight": "default", "x": {"_nsight": 1}}}, {"_nsight": 2})

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of the package, and the one module that asks Ray's head."""
+"""The errors of the package, and its command line."""
 
-import ast
 import dataclasses
 import pickle
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 from ray.exceptions import RayTaskError
 
-import fairlead_workergroup
 from fairlead_workergroup import (
     CallCancelledError,
     CallTimeoutError,
@@ -21,32 +20,6 @@ from fairlead_workergroup import (
     WorkerGroupError,
     WorkerStartError,
 )
-
-# Functions that wait for Ray's head without a deadline of their own.
-OF_THE_HEAD = {
-    "actors_being_made",
-    "alive_nodes",
-    "dead_actors",
-    "drain_deadlines",
-    "draining_nodes",
-    "find_boards",
-    "placement_group_table",
-}
-
-
-def test_one_module_asks_the_head():
-    """All other modules get what the head's tables say from `head`, which gives every request a deadline."""
-    folder = Path(fairlead_workergroup.__file__).parent
-    found = {
-        (str(module.relative_to(folder)), name.name)
-        for module in folder.rglob("*.py")
-        for one in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
-        if isinstance(one, ast.ImportFrom) and one.module not in ("head", "_observe.head")
-        for name in one.names
-        if name.name in OF_THE_HEAD
-    }
-    assert found == {("_observe/head.py", "placement_group_table")}
-
 
 FAILURE = WorkerFailure(3, "killed", {"dp": 1}, "abcdef0123", 77, "it was killed")
 
@@ -121,3 +94,10 @@ def test_arguments_of_timeouts():
     error = CallTimeoutError("step", 2.5, 8, (), "because")
     assert error.args == ("step", 2.5, 8, (), "because")
     assert error.errno is None
+
+
+def test_where_the_commands_are():
+    """`python -m fairlead_workergroup` names the package that has the commands, and fails."""
+    done = subprocess.run([sys.executable, "-m", "fairlead_workergroup", "why"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "python -m fairlead_inspect" in done.stderr

@@ -54,14 +54,6 @@ def end_parent(parent) -> None:
     os.waitpid(parent[0], 0)
 
 
-def test_process_group(parent, tmp_path):
-    """Processes of a dead worker are found by its process group, also without the mark."""
-    pids = read_pids(tmp_path)
-    end_parent(parent)
-    assert process.end_trees([parent], [f"{GROUP}-"], 20) == []
-    assert find_running(pids.values()) == []
-
-
 def test_find_by_marks(parent, tmp_path):
     """Processes of a dead worker are found by its mark, also if the process of the worker was never known."""
     end_parent(parent)
@@ -70,13 +62,6 @@ def test_find_by_marks(parent, tmp_path):
     assert find_running(pids.values()) == list(pids.values())
     assert process.end_trees([], ["group-2-", f"{GROUP}-"], 20) == []
     assert find_running(pids.values()) == [pids["cleared"]]
-
-
-def test_worker_that_does_not_end(parent, tmp_path):
-    """A worker that does not end gets SIGKILL, also if its process was never known; then its children end."""
-    pids = read_pids(tmp_path)
-    assert process.end_trees([], [f"{GROUP}-"], 20, grace_s=0.1) == []
-    assert find_running([parent[0], *pids.values()]) == []
 
 
 def test_reused_pid(parent, tmp_path):
@@ -99,15 +84,6 @@ def test_reused_group(tmp_path):
         assert find_running([left]) == [left]
     finally:
         os.kill(left, signal.SIGKILL)
-
-
-def test_survivors(parent, tmp_path, monkeypatch):
-    """Processes that do not end are returned."""
-    end_parent(parent)
-    monkeypatch.setattr(process, "send_signal", lambda processes, number: None)
-    left = {pid for pid, _ in process.end_trees([], [f"{GROUP}-"], 0.3)}
-    pids = read_pids(tmp_path)
-    assert left == {pid for kind, pid in pids.items() if kind != "cleared"}
 
 
 def open_files(pid):
@@ -167,33 +143,6 @@ def test_reaper(tmp_path, eventually):
         other.wait()
 
 
-def test_memory_limit(tmp_path):
-    """A reaper ends a worker whose memory passes the limit; its verdict, with both numbers, is there by then."""
-    verdict, block = str(tmp_path / "verdict"), bytes(1)
-    worker, _ = start_worker(lambda: block * (200 * MB), 150 * MB, verdict)
-    _, status = os.waitpid(worker, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    used, limit = reaper.read_verdict(verdict)
-    assert used > limit == 150 * MB
-    assert os.listdir(tmp_path) == ["verdict"]
-
-
-def test_memory_of_children(tmp_path, eventually):
-    """The memory of descendants counts, and all of them are ended."""
-    code = f"block = b'x' * {200 * MB}; import time; time.sleep(281)"
-    verdict, started = str(tmp_path / "verdict"), tmp_path / "started"
-
-    def act():
-        child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-        started.write_text(str(child.pid))
-
-    worker, _ = start_worker(act, 150 * MB, verdict)
-    os.waitpid(worker, 0)
-    assert reaper.read_verdict(verdict)[0] > 150 * MB
-    child = int(started.read_text())
-    assert eventually(lambda: not find_running([child]))
-
-
 @pytest.mark.parametrize("limit", [0, 150 * MB])
 def test_reaper_that_does_not_start(monkeypatch, limit):
     """A worker with a limit does not start without its reaper, others warn; no file stays open (seam: the shell)."""
@@ -216,15 +165,6 @@ def test_descendants_beside_a_thread_that_ends(monkeypatch):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_no_verdict(tmp_path, eventually):
-    """A worker within its limit that ends otherwise leaves no verdict."""
-    worker, _ = start_worker(lambda: None, 10_000 * MB, str(tmp_path / "verdict"))
-    assert eventually(lambda: len(find_reapers(worker)) == 1)
-    end_parent((worker, 0))
-    assert eventually(lambda: not find_reapers(worker))
-    assert reaper.read_verdict(str(tmp_path / "verdict")) is None
 
 
 def test_shared_pages():

