@@ -2,6 +2,7 @@
 """The virtual cluster: a part of a Ray cluster, reserved as if it were a cluster of its own."""
 
 import itertools
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -58,8 +59,8 @@ class RayVirtualCluster:
         node_resource_constraints: what else each bundle holds, per logical node.
         label_selector: the nodes that may be used, in Ray's syntax: `{"key": "value"}`, `"!value"`, `"in(a,b)"`,
             `"!in(a,b)"`.
-        reserve_timeout_s: seconds to wait for resources that others hold, for nodes of an autoscaler, and for Ray's
-            head.
+        reserve_timeout_s: seconds to wait for resources that others hold, for Ray's head, and for nodes of an
+            autoscaler, whatever it can add.
         wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
     Raises:
@@ -132,7 +133,7 @@ class RayVirtualCluster:
             timeout_s=check_seconds("reserve_timeout_s", reserve_timeout_s),
             wait_for_nodes_s=check_seconds("wait_for_nodes_s", wait_for_nodes_s),
         )
-        self._holding = Holding(request, monitor_memory=monitor_memory)
+        self._holding = Holding(request, uuid.uuid4().hex if monitor_memory else None)
         self.use_gpus: bool = "GPU" in request.accelerators
         self.communication_backend: Backend = communication_backend or ("nccl" if self.use_gpus else "gloo")
         release_when_dropped(self, self._holding.leak, self._holding.give_back)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import ray
 from ray.util.placement_group import placement_group_table
 
-from ._nodes.agent import ANSWER_S, ask_present, nodes_with, used_agents
 from ._nodes.agent_process import NodeAgent
 from ._nodes.head import wait_until
+from ._nodes.ports import leased_ports
 from ._ray_private import free_per_node, live_actors
 from ._reserve.groups import are_shown
 
@@ -26,8 +26,8 @@ _Snapshot = dict[str, frozenset[str]]
 def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
     """Assert that free resources, actors, placement groups and leased ports are the same after a block as before it.
 
-    Ray returns some of them with a delay, so they are compared until they agree. Leased ports are those of
-    this process, whose node agents may start if something uses them. Without a running Ray nothing is asserted.
+    Ray returns some of them with a delay, so they are compared until they agree. Leased ports are those of this
+    process. Node agents are left out. Without a running Ray nothing is asserted.
 
     Args:
         timeout_s: seconds to wait until they agree.
@@ -57,31 +57,23 @@ def _snapshot() -> _Snapshot:
     # The name of a node's own resource holds its address. Dead nodes are not listed.
     free = {
         f"{node_id[:8]}: {amount:g} {name}"
-        for node_id, resources in (free_per_node() or {}).items()
+        for node_id, resources in free_per_node().items()
         for name, amount in resources.items()
         if name not in _IGNORED and not name.startswith("node:")
     }
-    leased = ask_present("leased", dict.fromkeys(nodes_with(), ()), timeout_s=ANSWER_S)
-    used = used_agents()
     return {
         "free resource": frozenset(free),
         "actor": frozenset(
             f"{actor.actor_id} {actor.class_name} {actor.name}"
             for actor in live_actors()
-            if actor.class_name != NodeAgent.__name__ or actor.actor_id not in used
+            if actor.class_name != NodeAgent.__name__
         ),
         "placement group": frozenset(
             f"{group_id} {row['name']}"
             for group_id, row in placement_group_table().items()
             if row["state"] != "REMOVED"
         ),
-        "leased port": frozenset(
-            f"{node_id[:8]}: {port}"
-            for node_id, ports in leased.items()
-            # The agent of a dying node does not answer, and its leases end with it.
-            if not isinstance(ports, Exception)
-            for port in ports
-        ),
+        "leased port": frozenset(f"{lease.node_id[:8]}: {lease.port}" for lease in leased_ports()),
     }
 
 

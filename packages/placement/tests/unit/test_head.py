@@ -14,7 +14,7 @@ from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._nodes.head import head_is_silent
-from fairlead_placement.extension import Job, OneTimeEvent, ask_head, head_deadline, run_in_thread
+from fairlead_placement.extension import OneTimeEvent, ask_head, head_deadline, run_in_thread
 
 
 def call_within(timeout_s, function, *args, undo=None):
@@ -72,7 +72,7 @@ def test_deadlines(monkeypatch):
     """A request gets what is left of the earliest deadline, but at least some seconds (seam: whether Ray runs)."""
     given = []
     monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(Job, "result", lambda job, timeout_s, undo: given.append(timeout_s))
+    monkeypatch.setattr(background.Job, "result", lambda job, timeout_s, undo: given.append(timeout_s))
     ask_head("count", len, "ab", timeout_s=0.3)
     with head_deadline(1000):
         ask_head("count", len, "ab")
@@ -105,7 +105,7 @@ def test_requests_like_a_late_one(monkeypatch, eventually):
         with pytest.raises(HeadTimeoutError, match=r"a request to look; waited \d+\.\d s\."):
             ask(timeout_s=timeout_s)
     assert (sent, head_is_silent(), head_is_silent(60)) == (["look"], True, False)
-    monkeypatch.setattr(Job, "result", lambda job, timeout_s, undo: timeout_s)
+    monkeypatch.setattr(background.Job, "result", lambda job, timeout_s, undo: timeout_s)
     with head_deadline(0):
         assert ask_head("count", len, "ab") == 0
     monkeypatch.undo()

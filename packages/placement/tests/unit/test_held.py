@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtualCluster
-from fairlead_placement._reserve import held
+from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
 
 
 @pytest.mark.parametrize(
@@ -36,20 +35,3 @@ def test_another_thread_changes_the_cluster(change, remedy):
         over.set()
         other.join(60)
     assert str(caught.value).endswith(remedy)
-
-
-def test_usage_that_fails_after_a_shutdown(monkeypatch):
-    """Agents that were created after the shutdown of the cluster sample no memory (seams: the requests to agents)."""
-    cluster, unwatched = RayVirtualCluster([1], use_gpus=False, monitor_memory=True), []
-    cluster._holding.held = held.Held(on=None, slots=(), watcher="watcher")
-
-    def read_usage(node_ids, watcher):
-        cluster.shutdown()
-        unwatched.clear()  # the agents are created later
-        raise PlacementError("one node does not answer")
-
-    monkeypatch.setattr(held, "read_usage", read_usage)
-    monkeypatch.setattr(held, "unwatch", lambda *args: unwatched.append(args))
-    with pytest.raises(PlacementError, match="one node"):
-        cluster._holding.read_usage(["node"])
-    assert unwatched == [(["node"], "watcher")]

@@ -109,10 +109,6 @@ class NodeAgent:
         self._next = ports[-1] + 1
         return ports, 0, 0
 
-    def leased(self) -> list[int]:
-        """Return the leased ports, in ascending order."""
-        return sorted(port for port, _ in self._held.values())
-
     def publish(self, key: str, version: int, value: Any) -> None:
         """Publish a value, in place of an older one with this key."""
         if version > self.read(key, 0)[0]:
@@ -127,17 +123,15 @@ class NodeAgent:
         """Return the values whose keys begin with a prefix, in the order of the keys."""
         return {key: value for key, (_, value) in sorted(self._published.items()) if key.startswith(prefix)}
 
-    def memory(self, watcher: str) -> Sample:
+    def memory(self, watcher: str, timeout_s: float) -> Sample:
         """Return the latest sample of the node's memory; one is taken each second until all watchers are released."""
         self._watchers.add(watcher)
         if self._sampler is None or not self._sampler.is_alive():
-            self._sample = None
-            self._is_sampled.clear()
             # A GPU's driver that does not return blocks this thread, and no other request.
             self._sampler = threading.Thread(target=self._keep_sampling, name="fairlead-memory", daemon=True)
             self._sampler.start()
-        if not self._is_sampled.wait(FIRST_SAMPLE_S) or self._sample is None:
-            raise TimeoutError(f"No sample of the node's memory within {FIRST_SAMPLE_S:g} s. Look at its GPUs.")
+        if not self._is_sampled.wait(timeout_s) or self._sample is None:
+            raise TimeoutError(f"No sample of the node's memory within {timeout_s:g} s. Look at its GPUs.")
         return self._sample
 
     def _keep_sampling(self) -> None:

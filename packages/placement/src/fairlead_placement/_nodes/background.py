@@ -58,17 +58,11 @@ class OneTimeEvent:
 
 @dataclass(eq=False)
 class Job(Generic[_T]):
-    """A function on a background thread.
+    """A function on a background thread."""
 
-    Attributes:
-        began: when it was called, by `time.monotonic`.
-        future: what it returns.
-        over: happens a moment later, when the thread holds no references any more: Ray must not be shut down while a
-            thread drops some.
-    """
-
-    began: float
+    began: float  # by `time.monotonic`
     future: Future[_T] = field(default_factory=Future)
+    # When the thread holds no references any more: Ray must not be shut down while a thread drops some.
     over: OneTimeEvent = field(default_factory=OneTimeEvent)
 
     def result(self, timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:

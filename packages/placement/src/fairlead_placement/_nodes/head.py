@@ -7,7 +7,6 @@ background thread, and may outlive the call. While one outlives it, requests lik
 
 import contextlib
 import contextvars
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from ray.util.placement_group import placement_group_table
 
 from .._model import Node, group_pairs
 from .._plan.topology import physical_order
-from .._ray_private import ALIVE_S, connection, drain_deadlines, free_per_node, is_client, live_actors
+from .._ray_private import connection, drain_deadlines, free_per_node, is_client, live_actors
 from .._show import ResourceHolder
 from ..exceptions import HeadTimeoutError, PlacementError
 from .background import Job, run_in_thread
@@ -28,6 +27,8 @@ HEAD_S = 30.0
 # A request gets this long even after the deadline: a reservation that takes only what is free now (0 s) makes some too.
 # So everything ends less than a second after its deadline.
 LEAST_S = 0.9
+# To report which nodes are alive, if the caller can do without the answer.
+ALIVE_S = 5.0
 # The first pause of a wait for a change.
 POLL_S = 0.01
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("fairlead_head_deadline")
@@ -104,7 +105,6 @@ def ask_head(
         return function(*args)
     ends = began + timeout_s
 
-    @functools.wraps(function)
     def send() -> _T:
         if connection() != here:
             raise PlacementError("Ray was shut down before a request was sent to its head. Connect to it again.")
@@ -182,7 +182,7 @@ def read_nodes(*, with_free: bool = True) -> tuple[Node, ...]:
         raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
     free, leaving, rows = ask_head(
         "list the nodes and what is free on them",
-        lambda: (free_per_node() if with_free else None, drain_deadlines(), ray.nodes()),
+        lambda: (free_per_node() if with_free else {}, drain_deadlines(), ray.nodes()),
     )
     return tuple(
         physical_order(
@@ -191,7 +191,7 @@ def read_nodes(*, with_free: bool = True) -> tuple[Node, ...]:
                 ip=row["NodeManagerAddress"],
                 total=row["Resources"],
                 # A node that has just joined is listed before Ray knows what is free there. Until then, nothing is.
-                free=row["Resources"] if free is None else free.get(row["NodeID"], {}),
+                free=free.get(row["NodeID"], {}) if with_free else row["Resources"],
                 labels=row.get("Labels") or {},
             )
             for row in rows

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .agent import ANSWER_S, ask_agents, release
-from .agent_process import take_sample
+from .agent_process import FIRST_SAMPLE_S, take_sample
 from .functions import run_on_nodes
 from .head import alive_nodes, choose_alive, head_deadline
 
@@ -51,10 +51,17 @@ class NodeUsage:
     sampled_at: float
 
 
+def watch(node_ids: Iterable[str], watcher: str) -> None:
+    """Have the agents of nodes take a sample for a watcher each second until `unwatch`, without waiting for them."""
+    names = dict.fromkeys(node_ids, (watcher,))
+    for error in ask_agents("memory", dict.fromkeys(names, (watcher, 0.0)), names, wait=False).values():
+        raise error
+
+
 def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage, ...]:
     """Return the memory of each node that is alive, in the order given; a PlacementError if one does not answer.
 
-    Agents take a sample for the watcher each second until `unwatch`; without a watcher this is the only one.
+    With a watcher it is from the latest sample of the agents, as for `watch`; without one, this is the only sample.
     """
     with head_deadline():
         alive = alive_nodes()
@@ -62,7 +69,8 @@ def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage,
     if watcher is None:
         answers: dict[str, Any] = run_on_nodes(take_sample, dict.fromkeys(asked, ()), timeout_s=ANSWER_S)
     else:
-        answers = ask_agents("memory", dict.fromkeys(asked, (watcher,)), dict.fromkeys(asked, (watcher,)))
+        names = dict.fromkeys(asked, (watcher,))
+        answers = ask_agents("memory", dict.fromkeys(asked, (watcher, FIRST_SAMPLE_S)), names)
     failed = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception)}
     for node_id in choose_alive(failed) if failed else ():
         raise failed[node_id]

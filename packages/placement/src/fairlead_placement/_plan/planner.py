@@ -27,7 +27,7 @@ class Decision(NamedTuple):
 
 
 def decide(
-    asks: Sequence[Ask], nodes: Sequence[Node], *, own_nodes: bool = False, segment_size: int | None = None
+    asks: Sequence[Ask], nodes: Sequence[Node], own_nodes: bool = False, segment_size: int | None = None
 ) -> Decision:
     """Place requests of one strategy, with one label selector, on nodes in physical order, by what is free there.
 

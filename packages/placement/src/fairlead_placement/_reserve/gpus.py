@@ -22,7 +22,7 @@ from .._plan.planner import decide
 from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
 from .groups import Placed, Refusal, Reserved, create_groups, place, remove, remove_on_error
-from .slots import accelerator_ids
+from .slots import LEAST_S, accelerator_ids
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,12 @@ def take_gpus(
             return (), missing
         remove([fillers[gpu] for gpu in ids])
         placed = place(request, {ask.node_idx: (node.node_id,) * ask.count}, deadline=deadline) or ()
-        got = {gpu for held in accelerator_ids(placed, deadline=deadline) for bundle in held for gpu in bundle["GPU"]}
+        got = {
+            gpu
+            for held in accelerator_ids(placed, timeout_s=max(LEAST_S, deadline - time.monotonic()))
+            for bundle in held
+            for gpu in bundle["GPU"]
+        }
         if placed and got != ids:  # another request was faster
             remove([reserved.group for reserved in placed])
             return (), ids
@@ -164,5 +169,5 @@ def hold_free_gpus(node: Node, deadline: float) -> Iterator[dict[str, PlacementG
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.
         remove([group for group, node_ids in groups.items() if node_ids is None])
         placed = [Reserved(group, (0,), node_ids, (bundle,)) for group, node_ids in groups.items() if node_ids]
-        ids = accelerator_ids(placed, deadline=deadline)
+        ids = accelerator_ids(placed, timeout_s=max(LEAST_S, deadline - time.monotonic()))
         yield {held["GPU"][0]: filler.group for filler, (held,) in zip(placed, ids, strict=True)}

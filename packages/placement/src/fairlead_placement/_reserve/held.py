@@ -3,10 +3,8 @@
 
 import contextlib
 import functools
-import logging
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,8 +14,8 @@ from ray.util.placement_group import PlacementGroup
 
 from .._model import Request, group_pairs
 from .._nodes.head import alive_nodes, head_deadline
-from .._nodes.ports import PortLease, describe_lost, lease_ports, release_ports
-from .._nodes.usage import NodeUsage, read_usage, unwatch
+from .._nodes.ports import PortLease, lease_ports, release_ports
+from .._nodes.usage import NodeUsage, read_usage, unwatch, watch
 from .._ray_private import connection
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
@@ -25,7 +23,6 @@ from .groups import remove, remove_on_error
 from .slots import number_slots
 from .wait import reserve
 
-logger = logging.getLogger(__name__)
 # Seconds in which Ray has to have the resources back.
 GIVE_BACK_S = 30.0
 
@@ -38,7 +35,6 @@ class Held:
     slots: tuple[Slot, ...]  # in physical order
     # One dictionary for the whole reservation. Any thread adds to it, by single operations.
     leases: dict[PortLease, None] = field(default_factory=dict)
-    watcher: str | None = None  # for which the agents of the nodes sample memory
 
     @property
     def node_ids(self) -> list[str]:
@@ -64,7 +60,7 @@ class Holding:
     """
 
     request: Request
-    monitor_memory: bool = False
+    watcher: str | None = None  # for which the agents of the nodes sample memory
     held: Held | None = None
     # Reentrant: a signal handler may shut the cluster down.
     _changing: Any = field(default_factory=threading.RLock)
@@ -106,14 +102,13 @@ class Holding:
         with self._change(max(request.timeout_s, request.wait_for_nodes_s), request.timeout_name) as check:
             if self.held is not None:
                 return
-            on, watcher = connection(), uuid.uuid4().hex if self.monitor_memory else None
+            on = connection()
             slots = reserve(request, check=check)
-            self.request = request
-            self.held = Held(on=on, slots=slots, watcher=watcher)
+            self.request, self.held = request, Held(on=on, slots=slots)
             try:
                 check()  # a signal handler may have found nothing to release
-                if watcher is not None:
-                    read_usage(self.held.node_ids, watcher)
+                if self.watcher is not None:
+                    watch(self.held.node_ids, self.watcher)
             except BaseException:
                 self.give_back()
                 raise
@@ -152,7 +147,7 @@ class Holding:
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
         """Lease a port on the node of each slot until everything is released."""
         mine, check = self.held, functools.partial(self._check, self._shutdowns)
-        leases = [lease for (lease,) in lease_ports(slots, low=low, high=high, on_loss=self._note_lost)]
+        leases = [lease for (lease,) in lease_ports(slots, low=low, high=high)]
         try:
             # First added, then checked: a shutdown either sees them, or is seen.
             if mine is not None:
@@ -165,31 +160,22 @@ class Holding:
 
     def read_usage(self, node_ids: Sequence[str]) -> tuple[NodeUsage, ...]:
         """Return the memory of nodes, whose agents go on sampling it if the cluster monitors memory."""
-        check, watcher = functools.partial(self._check, self._shutdowns), self.held.watcher if self.held else None
+        check = functools.partial(self._check, self._shutdowns)
         try:
-            usage = read_usage(node_ids, watcher)
+            usage = read_usage(node_ids, self.watcher)
             check()
-        except BaseException:
-            # A shutdown may not have seen the agents that this has created.
-            if watcher is not None and (self.held is None or self.held.watcher != watcher):
-                unwatch(node_ids, watcher)
-            raise
-        return usage
-
-    def _note_lost(self, leases: Sequence[PortLease], why: str) -> None:
-        """Say that the agent of a node has died with leases of this cluster."""
-        if (held := self.held) is not None:
-            for lease in leases:
-                held.leases.pop(lease, None)
-        logger.warning("Cluster %r: %s", self.request.name, describe_lost(leases, why))
+            return usage
+        finally:
+            if self.watcher is not None and self.held is None:  # a shutdown may not have seen the agents
+                unwatch(node_ids, self.watcher)
 
     def _return(self, before: Held, held: Held | None, deadline: float) -> bool:
         """Return what was held before and is not any more, and return whether Ray had the resources back in time."""
         slots = held.slots if held else ()
         staying = {slot.node_id for slot in slots}
         try:
-            if before.watcher is not None:  # new nodes are watched from the first `get_resource_usage` on
-                unwatch(set(before.node_ids) - staying, before.watcher)
+            if self.watcher is not None:  # new nodes are watched from the first `get_resource_usage` on
+                unwatch(set(before.node_ids) - staying, self.watcher)
             leases = [lease for lease in list(before.leases) if lease.node_id not in staying]
             for lease in leases:
                 before.leases.pop(lease, None)
