@@ -129,11 +129,9 @@ def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> dict[s
     Returns:
         By node id, why an agent that still holds something did not answer in time. It releases the names later.
     """
-    here = connection()
+    here, found = connection(), dict[str, Any]()
     with _lock:
-        agents = {node_id: agent for node_id in names if (agent := _agents.get(node_id)) is not None}
-    agents = {node_id: agent for node_id, agent in agents.items() if agent.on is here}
-    found: dict[str, tuple[Any, Exception | None]] = {}
+        agents = {node_id: _agents[node_id] for node_id in names.keys() & _agents.keys() if _agents[node_id].on is here}
     try:
         if agents:
             requests = {node_id: ([*names[node_id]],) for node_id in agents}
@@ -171,20 +169,15 @@ def _get_agents(names: Mapping[str, Collection[str]], deadline: float) -> dict[s
                     for node_id, held in names.items():
                         _agents[node_id].holds.update(held)
                     return {node_id: _agents[node_id] for node_id in names}
-            _create({node_id: names[node_id] for node_id in missing}, here)
+            request = f"start the agents of node(s) {', '.join(missing[:3])}"
+            handles = ask_head(request, lambda node_ids: [*map(_create_actor, node_ids)], missing, undo=_kill)
+            for node_id, handle in zip(missing, handles, strict=True):
+                agent = _Agent(node_id, here, handle, set(names[node_id]))
+                _watch(agent)
+                with _lock:
+                    _agents[node_id] = agent
     finally:
         _creating.release()
-
-
-def _create(names: Mapping[str, Collection[str]], here: object | None) -> None:
-    first, *others = names
-    request = f"start the agent of node {first[:8]}{f' and of {len(others)} more' if others else ''}"
-    handles = ask_head(request, lambda: [_create_actor(node_id) for node_id in names], undo=_kill)
-    for (node_id, held), handle in zip(names.items(), handles, strict=True):
-        agent = _Agent(node_id, here, handle, set(held))
-        _watch(agent)
-        with _lock:
-            _agents[node_id] = agent
 
 
 def _create_actor(node_id: str) -> Any:
@@ -280,12 +273,14 @@ def _is_own(error: Exception | None, kinds: tuple[type[Exception], ...]) -> bool
 
 def _explain_all(method: str, limit_s: float, found: Mapping[str, tuple[Any, Exception | None]]) -> dict[str, Any]:
     """Return by node id the answer, or the error that says what to do."""
-    answers: dict[str, Any] = {}
-    for node_id, (answer, error) in found.items():
-        late = (
-            f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. "
-            "Its process may be starting on a very busy node: try again, or look at the node."
+    advice = "Its process may be starting on a very busy node: try again, or look at the node."
+    return {
+        node_id: answer
+        if error is None
+        else explain_failure(
+            error,
+            f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. {advice}",
+            f"The agent of node {node_id} could not do {method!r}",
         )
-        failed = f"The agent of node {node_id} could not do {method!r}"
-        answers[node_id] = answer if error is None else explain_failure(error, late, failed)
-    return answers
+        for node_id, (answer, error) in found.items()
+    }
