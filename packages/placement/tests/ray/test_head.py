@@ -21,9 +21,8 @@ from fairlead_placement import (
 )
 from fairlead_placement import _terminal as terminal
 from fairlead_placement._nodes import head as _head
-from fairlead_placement._reserve import groups
 from fairlead_placement._reserve import held as _held
-from fairlead_placement.extension import head_deadline
+from fairlead_placement.extension import create_groups, head_deadline
 from fairlead_placement.testing import assert_no_leaks
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -49,7 +48,7 @@ def test_groups_that_are_created_too_late(stop_head, eventually):
     """A placement group that Ray creates after its reservation has failed is removed."""
     message = "a request to create placement groups"
     with stop_head(), pytest.raises(HeadTimeoutError, match=message), head_deadline(0.5):
-        groups.create_groups([{"name": "late", "bundles": [{"CPU": 1.0}]}], deadline=0.0)
+        create_groups([{"name": "late", "bundles": [{"CPU": 1.0}]}], deadline=0.0)
     assert eventually(lambda: all(row["state"] == "REMOVED" for row in placement_group_table().values()))
 
 

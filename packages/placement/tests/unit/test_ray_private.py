@@ -1,38 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fallbacks for private parts of Ray that are missing (seam: the attribute is removed)."""
+"""What private parts of Ray report (seam: their answers)."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
 import ray
-import ray.util.client
-from ray.core.generated import autoscaler_pb2, gcs_pb2  # noqa: F401
+from ray.core.generated import autoscaler_pb2
 
-from fairlead_placement import _ray_private as private
-from fairlead_placement._reserve import gpus
 from fairlead_placement.extension import autoscaler_is_there, collect, drain_deadlines
-
-
-@pytest.mark.parametrize(
-    ("missing", "function", "arguments", "fallback"),
-    [
-        ("ray._private.state.state", "drain_deadlines", (), {}),
-        ("ray._private.state.state", "live_actors", (), ()),
-        ("ray._private.worker.global_worker", "autoscaler_is_there", (), False),
-        ("ray.util.client", "is_client", (), False),
-        ("ray._private.utils.get_ray_address_file", "cluster_file", (), None),
-        ("ray._raylet.GcsClient", "connect_to_head", ("127.0.0.1:1",), None),
-    ],
-)
-def test_a_part_that_is_missing(monkeypatch, missing, function, arguments, fallback):
-    """Each function has a fallback for a version of Ray without the part that it uses."""
-    if missing in sys.modules:
-        monkeypatch.setitem(sys.modules, missing, None)
-    else:
-        monkeypatch.delattr(missing)
-    assert getattr(private, function)(*arguments) == fallback
 
 
 def test_drain_deadlines(monkeypatch):
@@ -63,13 +39,6 @@ def test_what_autoscalers_report(monkeypatch, version, ids, types, is_there):
     client = SimpleNamespace(get_cluster_status=status.SerializeToString, internal_kv_get=lambda key, namespace: report)
     monkeypatch.setattr(ray._private.worker, "global_worker", SimpleNamespace(gcs_client=client))
     assert autoscaler_is_there() is is_there
-
-
-def test_visible_gpus(monkeypatch):
-    """A node whose GPUs are 0, 1, ... reports none. A node without Fairlead can read them, as the code is sent."""
-    monkeypatch.delattr(ray._private.worker.global_worker, "original_visible_accelerator_ids", raising=False)
-    assert private.visible_gpus() is None
-    assert b"original_visible_accelerator_ids" in ray.cloudpickle.dumps(gpus.visible_gpus)
 
 
 def test_collect_without_ray():
