@@ -128,8 +128,8 @@ def test_a_function_that_is_over_is_forgotten():
 
 def test_no_request_on_another_ray(monkeypatch):
     """A request whose Ray has been shut down since it was made is not sent (seam: the connection)."""
-    here = iter(["one", "two"])
     monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(_head, "connection", lambda: next(here))
+    monkeypatch.setattr(_head, "connection", lambda: "one")
+    monkeypatch.setattr(background, "connection", lambda: "two")
     with pytest.raises(PlacementError, match="Ray was shut down before a request was sent"):
         ask_head("look", pytest.fail, "sent", timeout_s=20)

@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 from fairlead_placement import Node
 from fairlead_placement._model import Ask, matches
 from fairlead_placement._plan.planner import decide
-from fairlead_placement._plan.topology import node_place, physical_order
+from fairlead_placement._plan.topology import node_place, sort_nodes
 
 
 def node(name, free=None, *, labels=None, **total):
     return Node(name, f"10.0.0.{name}", total, total if free is None else free, labels or {})
+
+
+def physical_order(nodes):
+    by_id = {one.node_id: one for one in nodes}
+    return [by_id[node_id] for _, node_id in sort_nodes({one.node_id: node_place(one) for one in nodes})]
 
 
 def nodes_of(*cpus):

@@ -11,11 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_placement import Node, ResourceInsufficientError, select_segment_nodes, sort_bundle_indices_by_topology
-from fairlead_placement._plan.topology import node_place, physical_order
+from fairlead_placement._plan.topology import node_place, sort_nodes
 
 
 def node(name, *, labels=None, **total):
     return Node(name, f"10.0.0.{name}", total, total, labels or {})
+
+
+def physical_order(nodes):
+    by_id = {one.node_id: one for one in nodes}
+    return [by_id[node_id] for _, node_id in sort_nodes({one.node_id: node_place(one) for one in nodes})]
 
 
 def test_physical_order():

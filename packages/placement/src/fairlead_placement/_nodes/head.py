@@ -15,7 +15,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from .._model import Node, group_pairs
-from .._plan.topology import physical_order
+from .._plan.topology import node_place, sort_nodes
 from .._ray_private import connection, drain_deadlines, free_per_node, is_client, live_actors
 from .._show import ResourceHolder
 from ..exceptions import HeadTimeoutError, PlacementError
@@ -32,8 +32,8 @@ ALIVE_S = 5.0
 # The first pause of a wait for a change.
 POLL_S = 0.01
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("fairlead_head_deadline")
-# Requests whose callers have stopped waiting, with their connections, by their description.
-_late: dict[str, tuple[object, Job[Any]]] = {}
+# Requests whose callers have stopped waiting, by their description.
+_late: dict[str, Job[Any]] = {}
 CLIENT_REMEDY = (
     "Run the driver on a node of the cluster, with address='host:port' of the cluster's head, or submit it as a job "
     "with `ray job submit`."
@@ -67,7 +67,7 @@ def head_deadline(timeout_s: float | None = None) -> Iterator[None]:
 def head_is_silent(for_s: float = 0.0) -> bool:
     """Return whether a request whose caller has stopped waiting is under way, and has been for some seconds."""
     here, before = connection(), time.monotonic() - for_s
-    return any(on is here and job.began <= before and not job.over.is_set() for on, job in [*_late.values()])
+    return any(job.on is here and job.began <= before and not job.over.is_set() for job in [*_late.values()])
 
 
 def ask_head(
@@ -105,26 +105,21 @@ def ask_head(
         return function(*args)
     ends = began + timeout_s
 
-    def send() -> _T:
-        if connection() != here:
-            raise PlacementError("Ray was shut down before a request was sent to its head. Connect to it again.")
-        return function(*args)
-
     try:
-        on, late = _late.get(request, (None, None))
-        if late is not None and on is here and not late.over.is_set():
+        late = _late.get(request)
+        if late is not None and late.on is here and not late.over.is_set():
             # One caller waits for as long as another one: the head has been silent since the first of them asked.
             began = late.began
             if not late.over.wait(max(0.0, began + timeout_s - time.monotonic())):
                 raise TimeoutError
-        job = run_in_thread(send)
+        job = run_in_thread(function, *args, on=here)
         try:
             return job.result(max(0.0, ends - time.monotonic()), undo)
         except BaseException:
             if not job.over.is_set():
-                for other in [name for name, (_, other) in [*_late.items()] if other.over.is_set()]:
+                for other in [name for name, other in [*_late.items()] if other.over.is_set()]:
                     _late.pop(other, None)
-                _late[request] = here, job
+                _late[request] = job
             raise
     except ray.exceptions.RayTaskError:
         raise  # of a task, not of the head
@@ -180,24 +175,22 @@ def read_nodes(*, with_free: bool = True) -> tuple[Node, ...]:
     """
     if not ray.is_initialized():
         raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
-    free, leaving, rows = ask_head(
-        "list the nodes and what is free on them",
-        lambda: (free_per_node() if with_free else {}, drain_deadlines(), ray.nodes()),
-    )
-    return tuple(
-        physical_order(
-            Node(
-                node_id=row["NodeID"],
-                ip=row["NodeManagerAddress"],
-                total=row["Resources"],
-                # A node that has just joined is listed before Ray knows what is free there. Until then, nothing is.
-                free=free.get(row["NodeID"], {}) if with_free else row["Resources"],
-                labels=row.get("Labels") or {},
-            )
-            for row in rows
-            if row["Alive"] and row["NodeID"] not in leaving
+    free = ask_head("read what is free on the nodes", free_per_node) if with_free else {}
+    leaving = ask_head("list the nodes that are draining", drain_deadlines)
+    nodes = {
+        row["NodeID"]: Node(
+            node_id=row["NodeID"],
+            ip=row["NodeManagerAddress"],
+            total=row["Resources"],
+            # A node that has just joined is listed before Ray knows what is free there. Until then, nothing is.
+            free=free.get(row["NodeID"], {}) if with_free else row["Resources"],
+            labels=row.get("Labels") or {},
         )
-    )
+        for row in ask_head("list the nodes", ray.nodes)
+        if row["Alive"] and row["NodeID"] not in leaving
+    }
+    ordered = sort_nodes({node_id: node_place(node) for node_id, node in nodes.items()})
+    return tuple(nodes[node_id] for _, node_id in ordered)
 
 
 def read_holders() -> tuple[ResourceHolder, ...]:

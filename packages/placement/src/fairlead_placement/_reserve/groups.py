@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import logging
+import math
 import re
 import time
 import uuid
@@ -134,45 +135,35 @@ def create_groups(
             create = functools.partial(placement_group, **named)
             made.append(ask_head("create placement groups", create, undo=_remove_late))
             _mine[made[-1].id.hex()] = None
-        placed = _wait_placed(made, deadline=deadline, check=check, grace_s=grace_s)
+        # Ray places a group within two milliseconds, and a look takes one.
+        last, pause = max(deadline, time.monotonic() + PLACING_S), 0.0015
+        placed: dict[str, tuple[str, ...]] = {}
+        pending, lacking_since = {group.id.hex() for group in made}, math.inf
+        while pending:
+            time.sleep(pause)
+            rows = {row["placement_group_id"]: row for row in ask_head("look at placement groups", _rows, pending)}
+            for group_id, row in rows.items():
+                if row["state"] == "CREATED":
+                    placed[group_id] = tuple(row["bundles_to_node_id"][at] for at in range(len(row["bundles"])))
+            pending.difference_update(placed)
+            now = time.monotonic()
+            states = [rows[id_]["stats"]["scheduling_state"] if id_ in rows else "" for id_ in pending]
+            lacks_room = not set(states).issubset(_ON_ITS_WAY)
+            lacking_since = min(lacking_since, now) if lacks_room else math.inf
+            gives_up_at = lacking_since + grace_s if grace_s is not None else deadline if lacks_room else last
+            if not pending or now >= min(last, gives_up_at):
+                break
+            check()
+            pause = min(1.5 * pause, 0.25)
     except BaseException:
         remove(made)
         raise
-    return dict(zip(made, placed, strict=True))
+    return {group: placed.get(group.id.hex()) for group in made}
 
 
 def _remove_late(group: PlacementGroup) -> None:
     """Remove a group whose creation is not awaited any more."""
     _remove([group], connection(), time.monotonic() + PLACING_S)
-
-
-def _wait_placed(
-    groups: Sequence[PlacementGroup], *, deadline: float, check: Check, grace_s: float | None
-) -> list[tuple[str, ...] | None]:
-    """Wait until Ray has placed all groups, or has found no room for one of them; return the node ids of each."""
-    # Ray places a group within two milliseconds, and a look takes one.
-    last, pause = max(deadline, time.monotonic() + PLACING_S), 0.0015
-    placed: dict[str, tuple[str, ...]] = {}
-    pending = {group.id.hex() for group in groups}
-    lacking_since: float | None = None
-    while pending:
-        time.sleep(pause)
-        rows = {row["placement_group_id"]: row for row in ask_head("look at placement groups", _rows, pending)}
-        for group_id, row in rows.items():
-            if row["state"] == "CREATED":
-                placed[group_id] = tuple(row["bundles_to_node_id"][at] for at in range(len(row["bundles"])))
-        pending.difference_update(placed)
-        now = time.monotonic()
-        if all(id_ in rows and rows[id_]["stats"]["scheduling_state"] in _ON_ITS_WAY for id_ in pending):
-            lacking_since = None
-        elif lacking_since is None:
-            lacking_since = now
-        ends = last if lacking_since is None else deadline if grace_s is None else lacking_since + grace_s
-        if not pending or now >= min(last, ends):
-            break
-        check()
-        pause = min(1.5 * pause, 0.25)
-    return [placed.get(group.id.hex()) for group in groups]
 
 
 def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:

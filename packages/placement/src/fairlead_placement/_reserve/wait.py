@@ -45,7 +45,6 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
     with contextlib.ExitStack() as stack:
         waiting: Waiting | None = None
         while True:
-            check()
             waited = time.monotonic() - began
             nodes = read_nodes()
             if request.gpu_ids:
@@ -74,6 +73,7 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
                 raise _explain(request, nodes, outcome, waited)
             waiting = waiting or stack.enter_context(Waiting(f"Reserving {request.name or 'a cluster'}"))
             waiting.show("there is no room for it" if outcome.is_taken else "nodes have to join", limit)
+            check()
             # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
             time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
             pause = min(2 * pause, POLL_S[1])
