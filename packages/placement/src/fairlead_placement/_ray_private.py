@@ -41,7 +41,7 @@ def drain_deadlines() -> dict[str, float]:
     """
     with contextlib.suppress(*_MISSING):
         deadlines = ray._private.state.state.get_draining_nodes()
-        return {node_id: at_ms / 1000 if at_ms else math.inf for node_id, at_ms in deadlines.items()}
+        return {node_id: at_ms / 1000 or math.inf for node_id, at_ms in deadlines.items()}
     return {}
 
 

@@ -38,14 +38,18 @@ def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
     session = _session()
     if session:
         wait_until(lambda: are_shown(placement_group_table().keys()), time.monotonic() + timeout_s)
-    before = _snapshot() if session else None
+    before = _snapshot() if session else {}
     yield
-    if before is None or _session() != session:
+    if not session or _session() != session:
         return  # Ray did not run before, or it has ended, and with it everything it had
     deadline = time.monotonic() + timeout_s
     while (now := _snapshot()) != before:
         if time.monotonic() >= deadline:
-            raise AssertionError(_difference(before, now, timeout_s))
+            lines = [f"after {timeout_s:g} s the cluster is not as it was:"]
+            for kind in before:
+                lines += [f"  new {kind}: {line}" for line in sorted(now[kind] - before[kind])]
+                lines += [f"  missing {kind}: {line}" for line in sorted(before[kind] - now[kind])]
+            raise AssertionError("\n".join(lines))
         time.sleep(0.05)
 
 
@@ -75,11 +79,3 @@ def _snapshot() -> _Snapshot:
         ),
         "leased port": frozenset(f"{lease.node_id[:8]}: {lease.port}" for lease in leased_ports()),
     }
-
-
-def _difference(before: _Snapshot, now: _Snapshot, waited: float) -> str:
-    lines = [f"after {waited:g} s the cluster is not as it was:"]
-    for kind in before:
-        lines += [f"  new {kind}: {one}" for one in sorted(now[kind] - before[kind])]
-        lines += [f"  missing {kind}: {one}" for one in sorted(before[kind] - now[kind])]
-    return "\n".join(lines)

@@ -25,7 +25,6 @@ _T = TypeVar("_T")
 # The limit of methods that have none of their own.
 HEAD_S = 30.0
 # A request gets this long even after the deadline: a reservation that takes only what is free now (0 s) makes some too.
-# So everything ends less than a second after its deadline.
 LEAST_S = 0.9
 # To report which nodes are alive, if the caller can do without the answer.
 ALIVE_S = 5.0
@@ -146,10 +145,7 @@ def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float 
 
 
 def alive_nodes(*, timeout_s: float | None = None) -> frozenset[str]:
-    """Return the ids of the nodes that Ray considers alive, including those that are draining.
-
-    `timeout_s` and errors are as for `ask_head`.
-    """
+    """Return the ids of the nodes that Ray considers alive, including those that are draining, as `ask_head` does."""
     rows = ask_head("list the nodes", ray.nodes, timeout_s=timeout_s)
     return frozenset(row["NodeID"] for row in rows if row["Alive"])
 
@@ -194,17 +190,13 @@ def read_nodes(*, with_free: bool = True) -> tuple[Node, ...]:
 
 
 def read_holders() -> tuple[ResourceHolder, ...]:
-    """Return the placement groups that hold resources, and the actors that hold resources outside of any group.
-
-    Errors are as for `ask_head`.
-    """
+    """Return the placement groups that hold resources, and the actors that do outside of any, as `ask_head` does."""
     groups, actors = ask_head("list who holds resources", lambda: (placement_group_table(), live_actors()))
     holders = []
     for group_id, row in groups.items():
-        if row["state"] == "REMOVED":
-            continue
         placed = group_pairs((node_id, row["bundles"][at]) for at, node_id in row["bundles_to_node_id"].items())
-        if bundles := {node_id: tuple(held) for node_id, held in placed.items() if node_id}:
+        bundles = {node_id: tuple(held) for node_id, held in placed.items() if node_id}
+        if bundles and row["state"] != "REMOVED":
             # The id ends with that of the job. Only the state API reports it, which needs a dashboard.
             holders.append(ResourceHolder("placement group", row["name"], group_id, group_id[-8:], bundles))
     for actor in actors:

@@ -74,15 +74,15 @@ def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage,
     failed = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception)}
     for node_id in choose_alive(failed) if failed else ():
         raise failed[node_id]
-    return tuple(_read_node(node_id, row) for node_id, row in answers.items() if node_id not in failed)
+    usage = []
+    for node_id in asked:
+        if node_id not in failed:
+            total, used, available, peak, gpus, samples, sampled_at = answers[node_id]
+            on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
+            usage.append(NodeUsage(node_id, total, used, available, peak, on_gpus, samples, sampled_at))
+    return tuple(usage)
 
 
 def unwatch(node_ids: Iterable[str], watcher: str) -> None:
     """Have no more samples taken for a watcher on some nodes. Can be repeated. A silent agent is left alone."""
     release(dict.fromkeys(node_ids, (watcher,)), timeout_s=10.0)
-
-
-def _read_node(node_id: str, row: Sequence[Any]) -> NodeUsage:
-    total, used, available, peak, gpus, samples, sampled_at = row
-    on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
-    return NodeUsage(node_id, total, used, available, peak, on_gpus, samples, sampled_at)

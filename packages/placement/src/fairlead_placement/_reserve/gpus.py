@@ -92,15 +92,10 @@ def _examine_idle(request: Request, nodes: Sequence[Node], owned: Ids) -> Verdic
     asks = []
     for ask in request.asks:
         whole = {name: amount * ask.count for name, amount in ask.bundle.items()}
-        asks.append(replace(ask, count=1, bundle=whole | _as_resources(request.gpu_ids[ask.node_idx])))
-    totals = [{**node.total, **_as_resources(owned[node.node_id])} for node in nodes]
-    return decide(
-        asks, [replace(node, total=all_, free=all_) for node, all_ in zip(nodes, totals, strict=True)]
-    ).verdict
-
-
-def _as_resources(gpu_ids: Iterable[str]) -> dict[str, float]:
-    return {f"GPU id {gpu_id}": 1.0 for gpu_id in gpu_ids}
+        asks.append(replace(ask, count=1, bundle=whole | dict.fromkeys(request.gpu_ids[ask.node_idx], 1.0)))
+    totals = [{**node.total, **dict.fromkeys(owned[node.node_id], 1.0)} for node in nodes]
+    idle = [replace(node, total=total, free=total) for node, total in zip(nodes, totals, strict=True)]
+    return decide(asks, idle).verdict
 
 
 def _refuse(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdict) -> Refusal:
@@ -111,10 +106,9 @@ def _refuse(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdic
         if missing := request.gpu_ids[ask.node_idx].difference(*owned.values()):
             why = f"No node has GPU {_ids(missing)}, asked for logical node {ask.node_idx}: {listed}."
             return Refusal(why, "Ask for ids that one node has (gpu_ids).", "impossible")
-    is_proven = verdict == "impossible"
+    found = "The cluster cannot hold" if verdict == "impossible" else "No arrangement on the cluster was found for"
     return Refusal(
-        f"{'The cluster cannot hold' if is_proven else 'No arrangement on the cluster was found for'} "
-        f"{len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: {listed}.",
+        f"{found} {len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: {listed}.",
         "The GPUs of a logical node must be on one node, which needs what else is asked for (see below).",
         verdict,
     )

@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -141,22 +141,23 @@ class Holding:
                     )
                     new += reserve(part, check=check)
                 check()
-                held = self.held = replace(before, slots=number_slots(replace_slots(before.slots, lost, new)))
+                # Each new slot takes the place of a lost one of its logical node.
+                of_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))
+                slots = [of_node[slot.node_idx].pop() if slot in lost else slot for slot in before.slots]
+                held = self.held = replace(before, slots=number_slots(slots))
             self._return(before, held, time.monotonic() + GIVE_BACK_S)  # the ports on the lost nodes
             return tuple(slot for slot, old in zip(held.slots, before.slots, strict=True) if old in lost)
 
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
         """Lease a port on the node of each slot until everything is released."""
-        mine, check = self.held, functools.partial(self._check, self._shutdowns)
+        mine, shutdowns = self.held, self._shutdowns
         leases = [lease for (lease,) in lease_ports(slots, low=low, high=high)]
-        try:
-            # First added, then checked: a shutdown either sees them, or is seen.
-            if mine is not None:
-                mine.leases.update(dict.fromkeys(leases))
-            check()
-        except BaseException:
+        if mine is not None:
+            mine.leases.update(dict.fromkeys(leases))
+        # First added, then checked: a shutdown either sees them, or is seen.
+        if self._shutdowns != shutdowns:
             release_ports(leases)
-            raise
+            self._check(shutdowns)
         return leases
 
     def read_usage(self, node_ids: Sequence[str]) -> tuple[NodeUsage, ...]:
@@ -218,12 +219,6 @@ class Holding:
             f"{len(held.groups_of(held.slots))} placement group(s) and {len(held.leases)} port(s). They are returned "
             "in the background. Use the cluster in a with statement, or call shutdown()."
         )
-
-
-def replace_slots(slots: Sequence[Slot], lost: Container[Slot], new: Sequence[Slot]) -> list[Slot]:
-    """Put each new slot in the place of a lost one of its logical node."""
-    of_logical_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))
-    return [of_logical_node[slot.node_idx].pop() if slot in lost else slot for slot in slots]
 
 
 def find_bundles(
