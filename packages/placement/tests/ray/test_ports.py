@@ -18,7 +18,6 @@ from fairlead_placement import (
     RayVirtualCluster,
     lease_ports,
 )
-from fairlead_placement._nodes import agent as _agent
 from fairlead_placement._reserve import held as _held
 
 # Other processes on this machine may run these tests at the same time.
@@ -230,28 +229,6 @@ def test_a_killed_agent_and_many_threads(slots, agent_pids, kill_agent):
     assert len(agent_pids(slots[0].node_id)) == 1
     for lease in (first, *leases):
         lease.release()
-
-
-def test_an_interrupt_while_others_wait_for_the_agent(slots, agent_pids, eventually, monkeypatch):
-    """A thread whose lease is interrupted does not fail those of others (seam: the creation of an agent)."""
-    create, calls = _agent._create_actor, []
-
-    def interrupt_first(node_id):
-        calls.append(node_id)
-        if len(calls) == 1:
-            other.append(pool.submit(lease_ports, slots[1:], **RANGE))
-            assert eventually(other[0].running)
-            raise KeyboardInterrupt
-        return create(node_id)
-
-    other = []
-    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
-        patch.setattr(_agent, "_create_actor", interrupt_first)
-        with pytest.raises(KeyboardInterrupt):
-            lease_ports(slots[:1], **RANGE)
-        ((lease,),) = other[0].result(60)
-    lease.release()
-    assert eventually(lambda: not agent_pids(slots[0].node_id))
 
 
 def test_an_agent_ends_with_its_last_lease(slots, agent_pids, eventually):

@@ -62,15 +62,6 @@ def test_the_environment_of_a_job(run_script):
     assert out == "('yes', 'yes', True) (None, None, False) (None, None, False)\n"
 
 
-def test_the_environment_of_an_actor(run_script):
-    """What an actor creates does not get the actor's environment either."""
-    out = run_script(
-        JOB + "    theirs = ray.remote(num_cpus=0, runtime_env={'env_vars': {'OTHER': 'yes'}})(compare)\n"
-        "    print(*ray.get(theirs.remote()))"
-    )
-    assert out == "(None, None, False) (None, None, False)\n"
-
-
 # How often a process is connected to Ray, and shuts it down while its threads use it: 200 times in `nox -s canary`.
 ROUNDS = int(os.environ.get("FAIRLEAD_ROUNDS", "8"))
 

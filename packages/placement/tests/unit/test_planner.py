@@ -195,16 +195,6 @@ def test_what_others_hold_matters_only_if_it_is_needed():
     assert decide(asks, [node("n9", {}, CPU=8), *nodes]).verdict == "not found"
 
 
-@given(mixed_requests(), labelled_clusters(), st.booleans(), randoms)
-def test_order_of_the_input_makes_no_difference(asks, nodes, own_nodes, random):
-    """Nodes and asks in any order give the same plan, once nodes are put in physical order."""
-    asks_shuffled, nodes_shuffled = random.sample(asks, len(asks)), random.sample(nodes, len(nodes))
-
-    again = plan(asks_shuffled, physical_order(nodes_shuffled), own_nodes=own_nodes)
-
-    assert again == plan(asks, physical_order(nodes), own_nodes=own_nodes)
-
-
 def in_domains(**domains):
     """Return nodes "a0", "a1" ... with the given CPUs in the domain "a"; those of "none" have no domain."""
     nodes = [

@@ -60,12 +60,6 @@ def test_peaks(nvml):
     assert (take_sample(second)[4], take_sample(second)[5]) == (None, 3)
 
 
-def test_no_nvml(monkeypatch):
-    """Without nvidia-ml-py there are no figures of GPUs."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert take_sample()[4] is None
-
-
 def test_a_driver_that_does_not_return(nvml, eventually):
     """While the driver of a GPU does not return, an agent shows its last sample (seam: pynvml)."""
     agent = NodeAgent()

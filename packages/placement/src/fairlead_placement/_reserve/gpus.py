@@ -75,13 +75,8 @@ def take_gpus(
             return (), missing
         remove([fillers[gpu] for gpu in ids])
         placed = place(request, {ask.node_idx: (node.node_id,) * ask.count}, deadline=deadline) or ()
-        got = {
-            gpu
-            for held in accelerator_ids(placed, timeout_s=max(LEAST_S, deadline - time.monotonic()))
-            for bundle in held
-            for gpu in bundle["GPU"]
-        }
-        if placed and got != ids:  # another request was faster
+        (held,) = accelerator_ids(placed, timeout_s=max(LEAST_S, deadline - time.monotonic())) or [[]]
+        if placed and {gpu for bundle in held for gpu in bundle["GPU"]} != ids:  # another request was faster
             remove([reserved.group for reserved in placed])
             return (), ids
     return placed, frozenset()
