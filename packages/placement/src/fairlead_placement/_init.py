@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
@@ -95,10 +95,11 @@ def attach_to(
     within_s = ATTACH_S if timeout_s is None else timeout_s
     if (target := find_target(named, private=private)) is None:
         return None
-    which = f"{target.address}, which {target.reason}"
+    address, reason = target
+    which = f"{address}, which {reason}"
     try:
-        run_in_thread(connect_to_head, target.address).result(within_s)
-        context = ray.init(address=target.address, **options)
+        run_in_thread(connect_to_head, address).result(within_s)
+        context = ray.init(address=address, **options)
     except TimeoutError as error:
         raise HeadTimeoutError(
             f"Something listens at {which}, but no Ray head answered there within {within_s:g} s. Its cluster may have "
@@ -110,7 +111,7 @@ def attach_to(
             raise PlacementError(
                 f"The Ray cluster at {which}, answers, but this process sees none of its nodes on this machine, and "
                 f"Ray attaches a process only to such a node. {CLIENT_REMEDY} Or start a node here with "
-                f"`ray start --address={target.address}`. A container beside that of a node needs the same process "
+                f"`ray start --address={address}`. A container beside that of a node needs the same process "
                 "namespace, and the session folder of Ray (/tmp/ray)."
             ) from error
         # A token that is missing or wrong looks like the end of a connection too, after Ray has tried for a while.
@@ -122,15 +123,8 @@ def attach_to(
     return context
 
 
-class Target(NamedTuple):
-    """A running cluster. `reason` ends a sentence that begins with "the Ray cluster at ADDRESS, which"."""
-
-    address: str
-    reason: str
-
-
-def find_target(named: str | None, *, private: bool = False) -> Target | None:
-    """Return the cluster to attach to, or None if this process is to start one. `named` is the `address` of `init_ray`.
+def find_target(named: str | None, *, private: bool = False) -> tuple[str, str] | None:
+    """Return the address of the cluster to attach to, and where it is from; None if this process is to start one.
 
     It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started with
     the same visible devices. With `private`, for commands, "auto" also takes the only Ray that this user runs here.
@@ -152,19 +146,19 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
                 f"No Ray cluster answers at {address}. Start one with `ray start --head`, or correct the address (also "
                 "RAY_ADDRESS)."
             )
-        return Target(address, "RAY_ADDRESS names" if from_env else "`address` names")
+        return address, "RAY_ADDRESS names" if from_env else "`address` names"
     file = cluster_file() or ""
-    with contextlib.suppress(OSError, UnicodeDecodeError), open(file, encoding="utf-8") as opened:
+    with contextlib.suppress(OSError, ValueError), open(file, encoding="utf-8") as opened:
         is_mine, address = os.fstat(opened.fileno()).st_uid == os.getuid(), opened.read(300).strip()
-        if is_mine and _split(address) and _answers(address):
-            return Target(address, f"`ray start` announced in {file}")
+        if is_mine and _answers(address):
+            return address, f"`ray start` announced in {file}"
     if started := _list_clusters(local_tag()):
-        return Target(started[-1].address, f"init_ray started in process {started[-1].starter}")
+        return started[-1].address, f"init_ray started in process {started[-1].starter}"
     if may_start:
         return None
     others = _list_clusters()
     if private and len(others) == 1:
-        return Target(others[0].address, f"process {others[0].starter} started")
+        return others[0].address, f"process {others[0].starter} started"
     listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
     raise PlacementError(
         '"auto" found no Ray cluster that is named, announced, or started by init_ray with the same '
@@ -190,20 +184,13 @@ def local_tag() -> str:
     return TAG + hashlib.sha256(mine.encode()).hexdigest()[:16]
 
 
-def _split(address: str) -> tuple[str, int] | None:
-    """Return the host and the port of an address, or None if it is none."""
-    host, _, port = address.rpartition(":")
-    if not host or not host.isprintable() or not port.isdecimal() or int(port) > 65535:
-        return None
-    return host.strip("[]"), int(port)
-
-
 def _answers(address: str) -> bool:
     """Return whether anything listens at an address; a ValueError if it is none. Ray itself tries for minutes."""
-    if (place := _split(address)) is None:
+    host, _, port = address.rpartition(":")
+    if not host or not host.isprintable() or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"address must be 'host:port', 'auto' or 'local', got {address!r}")
     try:
-        with socket.create_connection(place, timeout=5.0):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0):
             return True
     except OSError:
         return False

@@ -84,14 +84,14 @@ def test_order(monkeypatch, listening, machine, announce):
     older, newer = listening
     machine += [make_raylet(newer, local_tag(), started_at=2.0), make_raylet(older, local_tag())]
     machine.append(make_raylet(newer, "CPU", started_at=3.0))
-    assert find_target(None).address == newer
+    assert find_target(None)[0] == newer
     file = announce(older)
     for named in (None, "auto"):
         assert find_target(named) == (older, f"`ray start` announced in {file}")
     monkeypatch.setenv("RAY_ADDRESS", newer)
     for named in (None, "auto"):
-        assert (find_target(named).address, find_target(named).reason) == (newer, "RAY_ADDRESS names")
-    assert (find_target(older).address, find_target(older).reason) == (older, "`address` names")
+        assert find_target(named) == (newer, "RAY_ADDRESS names")
+    assert find_target(older) == (older, "`address` names")
 
 
 def test_another_users_announcement(listening, announce):
@@ -99,7 +99,7 @@ def test_another_users_announcement(listening, announce):
     if os.getuid() != 0:
         pytest.skip("only root can give a file to another user")
     file = announce(listening[0])
-    assert find_target(None).address == listening[0]
+    assert find_target(None)[0] == listening[0]
     os.chown(file, 12345, 12345)
     assert find_target(None) is None
     with pytest.raises(PlacementError, match='"auto" found no Ray cluster that is named'):
