@@ -304,9 +304,8 @@ class RayVirtualCluster:
             raise ValueError(
                 f"sizes {list(sizes)} are {sum(sizes)} slots together; the cluster has {self.world_size()}"
             )
-        ends = itertools.accumulate(sizes, initial=0)
-        places = list(self._own_places())
-        return tuple(self._view(places[start:end]) for start, end in itertools.pairwise(ends))
+        places = iter(self._own_places())
+        return tuple(self._view(itertools.islice(places, size)) for size in sizes)
 
     def select(self, *, node_idx: int | Iterable[int]) -> "RayVirtualCluster":
         """Return a view of the slots of some logical nodes; an IndexError if one is not in use. Reserves."""
@@ -364,19 +363,15 @@ class RayVirtualCluster:
         With `monitor_memory` the peaks are those since this process began to sample the node; without it they are those
         of this one sample.
         """
-        node_ids = dict.fromkeys(slot.node_id for slot in self.slots())
-        return self._holding.read_usage(list(node_ids))
+        return self._holding.read_usage(list(dict.fromkeys(slot.node_id for slot in self.slots())))
 
     def groups(self) -> tuple[Any, ...]:
         """Return the worker groups that run on this cluster's slots, in the order of their creation. Reserves nothing.
 
         These are the groups of this process that were passed to `claim_slots` and have not been shut down.
         """
-        return tuple(groups_on(self._shown_slots()))
-
-    def _shown_slots(self) -> tuple[Slot, ...]:
         held = self._holding.held
-        return () if held is None or held.ray_ended else self.slots()
+        return () if held is None or held.ray_ended else tuple(groups_on(self.slots()))
 
     def grid(self, worker_groups: Sequence[Any] = (), *, title: str | None = None) -> RenderableType:
         """Return the cluster as a table for rich: a row per logical node, a cell per slot. Reserves nothing.
@@ -385,7 +380,9 @@ class RayVirtualCluster:
             worker_groups: groups to draw in it. They have `name_prefix`, `world_size` and `worker_metadata`.
             title: replaces the headline that counts nodes and GPUs.
         """
-        return draw(self._counts, self._shown_slots(), self._holding.request.accelerators, worker_groups, title)
+        held = self._holding.held
+        slots = () if held is None or held.ray_ended else self.slots()
+        return draw(self._counts, slots, self._holding.request.accelerators, worker_groups, title)
 
     def print_cluster_grid(self, worker_group: Any | None = None) -> None:
         """Print the grid, with the workers of one group. Reserves nothing."""

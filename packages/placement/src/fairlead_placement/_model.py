@@ -206,10 +206,12 @@ def make_request(
         if (used := sum(map(bool, counts))) % segment_size:
             raise ValueError(f"{used} logical nodes in use are not a multiple of segment_size={segment_size}")
     wanted = {} if gpu_ids is None else _check_gpu_ids(gpu_ids, counts, held.get("GPU", 0), strategy, segment_size)
-    numbered = enumerate(zip(counts, extras, strict=True))
-    selector = dict(labels or {})
+    asks = [
+        Ask(index, count, {**bundle, **extra}, strategy, dict(labels or {}))
+        for index, (count, extra) in enumerate(zip(counts, extras, strict=True))
+    ]
     return Request(
-        asks=tuple(Ask(index, count, {**bundle, **extra}, strategy, selector) for index, (count, extra) in numbered),
+        asks=tuple(asks),
         name=name,
         capacity=capacity,
         accelerators=held,
