@@ -37,7 +37,7 @@ def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
     """
     session = _session()
     if session:
-        wait_until(lambda: are_shown(placement_group_table().keys()), time.monotonic() + timeout_s)
+        wait_until(lambda: are_shown(_live_groups().keys()), time.monotonic() + timeout_s)
     before = _snapshot() if session else {}
     yield
     if not session or _session() != session:
@@ -57,6 +57,11 @@ def _session() -> str:
     return ray.get_runtime_context().get_session_name() if ray.is_initialized() else ""
 
 
+def _live_groups() -> dict[str, str]:
+    """Return the names of the groups that are not removed, by id."""
+    return {group_id: row["name"] for group_id, row in placement_group_table().items() if row["state"] != "REMOVED"}
+
+
 def _snapshot() -> _Snapshot:
     # The name of a node's own resource holds its address. Dead nodes are not listed.
     free = {
@@ -72,10 +77,6 @@ def _snapshot() -> _Snapshot:
             for actor in live_actors()
             if actor.class_name != NodeAgent.__name__
         ),
-        "placement group": frozenset(
-            f"{group_id} {row['name']}"
-            for group_id, row in placement_group_table().items()
-            if row["state"] != "REMOVED"
-        ),
+        "placement group": frozenset(f"{group_id} {name}" for group_id, name in _live_groups().items()),
         "leased port": frozenset(f"{lease.node_id[:8]}: {lease.port}" for lease in leased_ports()),
     }
