@@ -16,10 +16,10 @@ from fairlead_placement import (
     PlacementError,
     PlacementTimeoutError,
     RayVirtualCluster,
-    _cli,
     read_slots,
 )
 from fairlead_placement import _terminal as terminal
+from fairlead_placement.__main__ import main
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._reserve import held as _held
 from fairlead_placement.extension import create_groups, head_deadline
@@ -98,7 +98,7 @@ def test_every_public_method(stop_head, call_in_time, eventually, monkeypatch, c
         shared.get_master_address_and_port()  # which starts the agent
         clusters = {**dict.fromkeys(USES, shared), **dict(zip(CHANGES, own, strict=True))}
         calls = {name: functools.partial(USES[name][0], clusters[name]) for name in USES}
-        calls["commands"] = lambda: [_cli.main(one) for one in commands]
+        calls["commands"] = lambda: [main(one) for one in commands]
         with monkeypatch.context() as patch:
             for module, name in ((_head, "ALIVE_S"), (_head, "HEAD_S"), (_held, "GIVE_BACK_S")):
                 patch.setattr(module, name, LIMIT_S)

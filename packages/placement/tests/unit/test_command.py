@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fairlead_placement import PlacementError
-from fairlead_placement._cli import main
+from fairlead_placement.__main__ import main
 from fairlead_placement.extension import run_command
 
 

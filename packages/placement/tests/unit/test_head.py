@@ -9,6 +9,7 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+import ray
 
 from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement._nodes import background
@@ -71,7 +72,7 @@ def test_interrupted(in_time, monkeypatch, eventually):
 def test_deadlines(monkeypatch):
     """A request gets what is left of the earliest deadline, but at least some seconds (seam: whether Ray runs)."""
     given = []
-    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(background.Job, "result", lambda job, timeout_s, undo: given.append(timeout_s))
     ask_head("count", len, "ab", timeout_s=0.3)
     with head_deadline(1000):
@@ -95,7 +96,7 @@ def test_requests_like_a_late_one(monkeypatch, eventually):
     After the deadline of a block, no request gets the least time any more (seam: whether Ray runs).
     """
     answer, sent = threading.Event(), []
-    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(_head, "LEAST_S", 0.2)
 
     def ask(**options):
@@ -109,7 +110,7 @@ def test_requests_like_a_late_one(monkeypatch, eventually):
     with head_deadline(0):
         assert ask_head("count", len, "ab") == 0
     monkeypatch.undo()
-    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     answer.set()
     assert eventually(lambda: not head_is_silent())
     assert ask(timeout_s=60)
@@ -128,7 +129,7 @@ def test_a_function_that_is_over_is_forgotten():
 
 def test_no_request_on_another_ray(monkeypatch):
     """A request whose Ray has been shut down since it was made is not sent (seam: the connection)."""
-    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(_head, "connection", lambda: "one")
     monkeypatch.setattr(background, "connection", lambda: "two")
     with pytest.raises(PlacementError, match="Ray was shut down before a request was sent"):

@@ -7,7 +7,8 @@ import types
 
 import pytest
 
-from fairlead_placement._nodes.agent_process import NodeAgent, take_sample
+from fairlead_placement._nodes.agent_process import NodeAgent
+from fairlead_placement._nodes.usage import take_sample
 
 
 class Nvml(types.ModuleType):
