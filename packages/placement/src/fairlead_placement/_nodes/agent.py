@@ -62,12 +62,7 @@ _agents: dict[str, _Agent] = {}
 # The thread that has it creates agents. Others wait for it until their own deadlines.
 _creating = threading.RLock()
 # Each looks for its own among the names that an agent has held.
-_listeners: list[OnLoss] = []
-
-
-def call_on_loss(listener: OnLoss) -> None:
-    """Have a function called after an agent has died that held something."""
-    _listeners.append(listener)
+listeners: list[OnLoss] = []
 
 
 @functools.cache
@@ -229,7 +224,7 @@ def _lose(agent: _Agent, why: str) -> None:
         with _lock:
             now = _agents.get(agent.node_id)
             lost = agent.holds - (now.holds if now else set())  # without what has been requested again
-        for listener in _listeners:
+        for listener in listeners:
             listener(agent.node_id, lost, " ".join(why.split("\n\t")[0].split()))
 
     if agent.holds:

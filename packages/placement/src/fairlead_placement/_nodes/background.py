@@ -68,16 +68,10 @@ class Job(Generic[_T]):
     over: OneTimeEvent = field(default_factory=OneTimeEvent)
 
     def result(self, timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:
-        """Wait for the function, and return what it returns.
+        """Return what the function returns, or raise its exception; a TimeoutError if it is late, and goes on.
 
-        Args:
-            timeout_s: the seconds to wait.
-            undo: reverts what the function did if it returns after this call has ended. After an interrupt this call
-                waits for the function as long as it would have.
-
-        Raises:
-            TimeoutError: the function did not return in time. It continues in the background.
-            Exception: any exception of the function.
+        `undo` reverts what the function did if it returns after this call has ended. After an interrupt this call
+        waits for the function as long as it would have.
         """
         ends = time.monotonic() + timeout_s
         try:

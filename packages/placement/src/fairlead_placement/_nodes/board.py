@@ -12,7 +12,7 @@ import ray
 
 from .._ray_private import collect, connection
 from ..exceptions import PlacementError
-from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_agents, board_prefix, call_on_loss, nodes_with, release
+from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_agents, board_prefix, listeners, nodes_with, release
 from .head import ask_head, refuse_client
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def _publish_again(node_id: str, names: Collection[str], why: str) -> None:
             _send(key, *published[1:])
 
 
-call_on_loss(_publish_again)
+listeners.append(_publish_again)
 
 
 def await_published(key: str, *, timeout_s: float) -> bool:

@@ -13,7 +13,7 @@ import ray
 from .._model import group_pairs
 from .._slot import Slot
 from ..exceptions import PortUnavailableError
-from .agent import ANSWER_S, ask_agents, call_on_loss, nodes_with, release
+from .agent import ANSWER_S, ask_agents, listeners, nodes_with, release
 from .head import choose_alive
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def _warn(node_id: str, names: Collection[str], why: str) -> None:
         )
 
 
-call_on_loss(_warn)
+listeners.append(_warn)
 
 
 def leased_ports() -> list[PortLease]:

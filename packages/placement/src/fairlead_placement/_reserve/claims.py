@@ -35,9 +35,6 @@ class SlotClaim:
     # Weak: the registration must not keep a dropped group alive.
     _group: Callable[[], object | None]
 
-    def __repr__(self) -> str:
-        return f"SlotClaim({self.holder!r}, {len(self._keys)} slots)"
-
     def release(self) -> None:
         """Release the slots. Can be repeated."""
         with _lock:

@@ -59,11 +59,6 @@ class Refusal:
     verdict: Verdict = "taken"
     of_gpus: bool = False  # whether others hold exactly the GPUs that were named
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether the nodes could hold the request if nothing else ran there."""
-        return self.verdict == "taken"
-
 
 def allow() -> None:
     """Continue to wait."""

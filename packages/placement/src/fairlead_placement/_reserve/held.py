@@ -107,7 +107,7 @@ class Holding:
             self.request, self.held = request, Held(on=on, slots=slots)
             try:
                 if self._shutdowns != shutdowns:
-                    check()  # a signal handler has found nothing to release
+                    self._check(shutdowns)  # a signal handler has found nothing to release
                 if self.watcher is not None:
                     watch(self.held.node_ids, self.watcher)
             except BaseException:

@@ -68,11 +68,11 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
                     if not is_loss or isinstance(error, PlacementTimeoutError) or time.monotonic() >= deadline:
                         raise
                     continue
-            limit = request.timeout_s if outcome.is_taken else request.wait_for_nodes_s
+            limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
             if waited >= limit:
                 raise _explain(request, nodes, outcome, waited)
             waiting = waiting or stack.enter_context(Waiting(f"Reserving {request.name or 'a cluster'}"))
-            waiting.show("there is no room for it" if outcome.is_taken else "nodes have to join", limit)
+            waiting.show("there is no room for it" if outcome.verdict == "taken" else "nodes have to join", limit)
             check()
             # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
             time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
@@ -126,7 +126,7 @@ def _explain(request: Request, nodes: Sequence[Node], refusal: Refusal, waited: 
     """Return the error of a request that has no room at the end of its time."""
     holders = read_holders()
     report = ReservationReport(request.asks, tuple(nodes), holders, refusal.verdict)
-    if not refusal.is_taken:
+    if refusal.verdict != "taken":
         after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
         return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}", report)
     names = {name for ask in request.asks for name in ask.bundle}
