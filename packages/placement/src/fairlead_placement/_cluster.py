@@ -23,7 +23,7 @@ from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
 from ._nodes.usage import NodeUsage
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
-from ._reserve.held import GIVE_BACK_S, Holding, find_bundles
+from ._reserve.held import GIVE_BACK_S, Holding
 from ._reserve.wait import examine
 from ._show import ReservationReport, count_bundles, draw
 from ._slot import Slot
@@ -352,7 +352,12 @@ class RayVirtualCluster:
 
         There is one request for each node. `batch_size` is accepted for programs written for NeMo RL, and ignored.
         """
-        return self._lease(find_bundles(self.slots(), self.get_placement_groups(), pg_bundle_pairs))
+        groups = {group.id: number for number, group in enumerate(self.get_placement_groups())}
+        bundles = {(groups[slot.placement_group.id], slot.bundle_index): slot for slot in self.slots()}
+        for pg_idx, bundle_idx in pg_bundle_pairs:
+            if (pg_idx, bundle_idx) not in bundles:
+                raise IndexError(f"{self!r} has no bundle {bundle_idx} in placement group {pg_idx} of {len(groups)}")
+        return self._lease([bundles[pg_idx, bundle_idx] for pg_idx, bundle_idx in pg_bundle_pairs])
 
     def _lease(self, slots: Sequence[Slot]) -> list[tuple[str, int]]:
         return [(lease.address, lease.port) for lease in self._holding.lease(slots, *self.port_range)]

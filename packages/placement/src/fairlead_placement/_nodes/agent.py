@@ -22,7 +22,7 @@ from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process
 from .background import run_in_thread
 from .functions import explain_failure
-from .head import ask_head, head_deadline, refuse_client
+from .head import ask_head, head_deadline
 
 # Called on a background thread after an agent has died, with its node, the names that it held, and why.
 OnLoss = Callable[[str, Collection[str], str], object]
@@ -147,7 +147,6 @@ def nodes_with(name: str) -> list[str]:
 
 def _get_agents(names: Mapping[str, Collection[str]], deadline: float) -> dict[str, _Agent]:
     """Return the agents of nodes by node id, to hold names from now on. Create those that are missing."""
-    refuse_client()
     if not _creating.acquire(timeout=max(0.0, deadline - time.monotonic())):
         raise PlacementTimeoutError(
             f"The agents of node(s) {', '.join(names)} were not created in time, because another thread still waits "

@@ -40,6 +40,7 @@ def run_on_nodes(
     Returns:
         By node id, what the function returned there, or the exception with which it failed, which is not raised.
     """
+    refuse_client()
     deadline, here = time.monotonic() + timeout_s, find_here(arguments)
     jobs = {node_id: run_in_thread(function, *args) for node_id, args in arguments.items() if node_id in here}
     elsewhere = {node_id: args for node_id, args in arguments.items() if node_id not in here}
@@ -103,7 +104,6 @@ def run_tasks(
     """
     if not arguments:
         return {}
-    refuse_client()
     deadline, code = time.monotonic() + timeout_s, ray.cloudpickle.dumps(function)
     tasks: dict[_K, Any] = {}
 

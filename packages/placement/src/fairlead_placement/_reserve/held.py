@@ -219,19 +219,3 @@ class Holding:
             f"{len(held.groups_of(held.slots))} placement group(s) and {len(held.leases)} port(s). They are returned "
             "in the background. Use the cluster in a with statement, or call shutdown()."
         )
-
-
-def find_bundles(
-    slots: Sequence[Slot], groups: Sequence[PlacementGroup], pairs: Iterable[tuple[int, int]]
-) -> list[Slot]:
-    """Return the slot of each pair of a number of a placement group and Ray's index of a bundle in it."""
-    by_bundle = {(slot.placement_group.id, slot.bundle_index): slot for slot in slots}
-    chosen = []
-    for pg_idx, bundle_idx in pairs:
-        if not 0 <= pg_idx < len(groups):
-            raise IndexError(f"placement group {pg_idx} of {len(groups)}: valid are 0 to {len(groups) - 1}")
-        slot = by_bundle.get((groups[pg_idx].id, bundle_idx))
-        if slot is None:
-            raise IndexError(f"placement group {pg_idx} has no bundle {bundle_idx}")
-        chosen.append(slot)
-    return chosen
