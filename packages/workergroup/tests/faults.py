@@ -121,9 +121,9 @@ def watch_requests_to_the_head(patch: Patch) -> Callable[[], set[str]]:
     """Return a function that returns the names of the requests to Ray's head that have no answer yet."""
     asked: list[tuple[str, Any]] = []
 
-    def start(*args: Any) -> Any:
-        job = background.run_in_thread(*args)
-        asked.append((args[0].__name__, job))
+    def start(*args: Any, **options: Any) -> Any:
+        job = background.run_in_thread(*args, **options)
+        asked.append((getattr(args[0], "__name__", ""), job))
         return job
 
     patch.setattr(placement_head, "run_in_thread", start)
