@@ -29,6 +29,8 @@ PLACING_S = 30.0
 NO_ROOM_S = 1.0
 # What Ray reports of a group that it is about to place. In any other state it has found no room, and will try again.
 _ON_ITS_WAY = ("QUEUED", "SCHEDULING_STARTED", "FINISHED")
+# More groups than this are looked up in Ray's table, which lists every group since the cluster has started.
+ASKED_ALONE = 16
 # The names of groups that this package creates.
 _NAME = re.compile(r".*-[0-9a-f]{8}")
 # Raises if the program does not want what is being waited for any more.
@@ -258,8 +260,10 @@ def remove_on_error(groups: Callable[[], Sequence[PlacementGroup]]) -> Iterator[
 
 def _rows(ids: AbstractSet[str]) -> list[dict[str, Any]]:
     """Return the rows of Ray's table for those of the groups that are not removed."""
-    # One by one: all of Ray's table has every group since the cluster has started.
-    rows = [placement_group_table(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id)))) for group_id in ids]
+    if len(ids) <= ASKED_ALONE:
+        rows = [placement_group_table(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id)))) for group_id in ids]
+    else:
+        rows = [row for group_id, row in placement_group_table().items() if group_id in ids]
     return [row for row in rows if row and row["state"] != "REMOVED"]
 
 
