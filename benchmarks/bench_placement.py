@@ -62,16 +62,16 @@ def _reservation_rows() -> Iterator[Row]:
 def _accelerator_rows() -> Iterator[Row]:
     """Count the tasks that read the ids of accelerators: one task for each bundle, all at once."""
     tasks: list[Any] = []
-    report_ids = slots._report_ids
+    run_tasks = slots.run_tasks
 
-    def count(*args: Any) -> dict[tuple[int, int], Any]:
-        refs = report_ids(*args)
-        tasks.extend(refs)
-        return refs
+    def count(*args: Any, **options: Any) -> Any:
+        outcomes = run_tasks(*args, **options)
+        tasks.extend(outcomes)
+        return outcomes
 
     with RayVirtualCluster([BUNDLES]) as warm:
         warm.slots()
-    with mock.patch.object(slots, "_report_ids", count):
+    with mock.patch.object(slots, "run_tasks", count):
         start = time.perf_counter()
         with RayVirtualCluster([BUNDLES]) as cluster:
             cluster.slots()

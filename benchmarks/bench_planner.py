@@ -12,10 +12,16 @@ from _measure import Row, interleaved, table
 from fairlead_placement import select_segment_nodes, sort_bundle_indices_by_topology
 from fairlead_placement._model import Ask, Node
 from fairlead_placement._plan.planner import decide
-from fairlead_placement._plan.topology import node_place, physical_order
+from fairlead_placement._plan.topology import node_place, sort_nodes
 
 NODES, GPUS, DOMAIN = 10_000, 8, 16
 BUNDLE = {"CPU": 1.0, "GPU": 1.0}
+
+
+def physical_order(nodes: list[Node]) -> list[Node]:
+    """Return nodes as a reservation orders them."""
+    by_id = {node.node_id: node for node in nodes}
+    return [by_id[node_id] for _, node_id in sort_nodes({node.node_id: node_place(node) for node in nodes})]
 
 
 def planning_rows() -> list[Row]:

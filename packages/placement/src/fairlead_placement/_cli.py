@@ -10,7 +10,7 @@ from ._cluster import RayVirtualCluster
 from ._init import TAG
 from ._nodes.head import read_holders, read_nodes
 from ._ray_private import accelerator_names
-from ._show import ReservationReport, draw_nodes
+from ._show import draw_nodes
 from ._terminal import Output, add_command, attach, run_command
 
 # The kinds of bundles, by their names as a command line may write them.
@@ -28,18 +28,6 @@ exit status:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit status."""
-    options = _make_parser().parse_args(arguments)
-
-    def command() -> int:
-        output = Output()
-        with attach(options.address):
-            status: int = options.run(options, output)
-            return status
-
-    return run_command(command)
-
-
-def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fairlead_placement",
         description="Shows what a Ray cluster has, and whether a request would fit.",
@@ -53,7 +41,14 @@ def _make_parser() -> argparse.ArgumentParser:
     explain = add("explain", "show whether a reservation would fit now, and else why not")
     explain.add_argument("request", type=_parse_request, help="such as '4x8 GPU' (4 nodes with 8 each), or '2 CPU'")
     explain.set_defaults(run=_explain)
-    return parser
+    options = parser.parse_args(arguments)
+
+    def command() -> int:
+        output = Output()
+        with attach(options.address):
+            return int(options.run(options, output))
+
+    return run_command(command)
 
 
 def _parse_request(text: str) -> RayVirtualCluster:
@@ -70,13 +65,13 @@ def _parse_request(text: str) -> RayVirtualCluster:
 def _nodes(options: argparse.Namespace, output: Output) -> int:
     nodes = read_nodes()
     # What jobs ask for, without the names that mark a node.
-    found = {name for node in nodes for name in node.total if not name.startswith(("node:", TAG))}
-    names = sorted(found.difference(("memory", "object_store_memory")))
+    hidden = ("node:", TAG, "memory", "object_store_memory")
+    names = sorted({name for node in nodes for name in node.total if not name.startswith(hidden)})
     output.print(draw_nodes(nodes, read_holders(), names, title=""))
     return 0
 
 
 def _explain(options: argparse.Namespace, output: Output) -> int:
-    report: ReservationReport = options.request.explain()
+    report = options.request.explain()
     output.print(report)
     return 0 if report.verdict == "fits" else 1

@@ -2,6 +2,7 @@
 """The virtual cluster: a part of a Ray cluster, reserved as if it were a cluster of its own."""
 
 import itertools
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from ._nodes.ports import PORT_HIGH, PORT_LOW, check_range
 from ._nodes.usage import NodeUsage
 from ._reserve.claims import groups_on
 from ._reserve.finalizers import release_when_dropped
-from ._reserve.held import GIVE_BACK_S, Holding, find_bundles
+from ._reserve.held import GIVE_BACK_S, Holding
 from ._reserve.wait import examine
 from ._show import ReservationReport, count_bundles, draw
 from ._slot import Slot
@@ -58,8 +59,8 @@ class RayVirtualCluster:
         node_resource_constraints: what else each bundle holds, per logical node.
         label_selector: the nodes that may be used, in Ray's syntax: `{"key": "value"}`, `"!value"`, `"in(a,b)"`,
             `"!in(a,b)"`.
-        reserve_timeout_s: seconds to wait for resources that others hold, for nodes of an autoscaler, and for Ray's
-            head.
+        reserve_timeout_s: seconds to wait for resources that others hold, for Ray's head, and for nodes of an
+            autoscaler, whatever it can add.
         wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
     Raises:
@@ -132,7 +133,7 @@ class RayVirtualCluster:
             timeout_s=check_seconds("reserve_timeout_s", reserve_timeout_s),
             wait_for_nodes_s=check_seconds("wait_for_nodes_s", wait_for_nodes_s),
         )
-        self._holding = Holding(request, monitor_memory=monitor_memory)
+        self._holding = Holding(request, uuid.uuid4().hex if monitor_memory else None)
         self.use_gpus: bool = "GPU" in request.accelerators
         self.communication_backend: Backend = communication_backend or ("nccl" if self.use_gpus else "gloo")
         release_when_dropped(self, self._holding.leak, self._holding.give_back)
@@ -303,9 +304,8 @@ class RayVirtualCluster:
             raise ValueError(
                 f"sizes {list(sizes)} are {sum(sizes)} slots together; the cluster has {self.world_size()}"
             )
-        ends = itertools.accumulate(sizes, initial=0)
-        places = list(self._own_places())
-        return tuple(self._view(places[start:end]) for start, end in itertools.pairwise(ends))
+        places = iter(self._own_places())
+        return tuple(self._view(itertools.islice(places, size)) for size in sizes)
 
     def select(self, *, node_idx: int | Iterable[int]) -> "RayVirtualCluster":
         """Return a view of the slots of some logical nodes; an IndexError if one is not in use. Reserves."""
@@ -352,7 +352,12 @@ class RayVirtualCluster:
 
         There is one request for each node. `batch_size` is accepted for programs written for NeMo RL, and ignored.
         """
-        return self._lease(find_bundles(self.slots(), self.get_placement_groups(), pg_bundle_pairs))
+        groups = {group.id: number for number, group in enumerate(self.get_placement_groups())}
+        bundles = {(groups[slot.placement_group.id], slot.bundle_index): slot for slot in self.slots()}
+        for pg_idx, bundle_idx in pg_bundle_pairs:
+            if (pg_idx, bundle_idx) not in bundles:
+                raise IndexError(f"{self!r} has no bundle {bundle_idx} in placement group {pg_idx} of {len(groups)}")
+        return self._lease([bundles[pg_idx, bundle_idx] for pg_idx, bundle_idx in pg_bundle_pairs])
 
     def _lease(self, slots: Sequence[Slot]) -> list[tuple[str, int]]:
         return [(lease.address, lease.port) for lease in self._holding.lease(slots, *self.port_range)]
@@ -363,19 +368,15 @@ class RayVirtualCluster:
         With `monitor_memory` the peaks are those since this process began to sample the node; without it they are those
         of this one sample.
         """
-        node_ids = dict.fromkeys(slot.node_id for slot in self.slots())
-        return self._holding.read_usage(list(node_ids))
+        return self._holding.read_usage(list(dict.fromkeys(slot.node_id for slot in self.slots())))
 
     def groups(self) -> tuple[Any, ...]:
         """Return the worker groups that run on this cluster's slots, in the order of their creation. Reserves nothing.
 
         These are the groups of this process that were passed to `claim_slots` and have not been shut down.
         """
-        return tuple(groups_on(self._shown_slots()))
-
-    def _shown_slots(self) -> tuple[Slot, ...]:
         held = self._holding.held
-        return () if held is None or held.ray_ended else self.slots()
+        return () if held is None or held.ray_ended else tuple(groups_on(self.slots()))
 
     def grid(self, worker_groups: Sequence[Any] = (), *, title: str | None = None) -> RenderableType:
         """Return the cluster as a table for rich: a row per logical node, a cell per slot. Reserves nothing.
@@ -384,7 +385,9 @@ class RayVirtualCluster:
             worker_groups: groups to draw in it. They have `name_prefix`, `world_size` and `worker_metadata`.
             title: replaces the headline that counts nodes and GPUs.
         """
-        return draw(self._counts, self._shown_slots(), self._holding.request.accelerators, worker_groups, title)
+        held = self._holding.held
+        slots = () if held is None or held.ray_ended else self.slots()
+        return draw(self._counts, slots, self._holding.request.accelerators, worker_groups, title)
 
     def print_cluster_grid(self, worker_group: Any | None = None) -> None:
         """Print the grid, with the workers of one group. Reserves nothing."""

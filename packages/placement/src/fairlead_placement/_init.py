@@ -2,14 +2,13 @@
 """Attaches to a Ray cluster, or starts one on this machine."""
 
 import contextlib
-import functools
 import hashlib
 import logging
 import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
@@ -41,7 +40,7 @@ def init_ray(
     announced on this machine. Else it is the local one that an `init_ray` of this user has started last, with the same
     `CUDA_VISIBLE_DEVICES` and `RAY_TMPDIR`, or a new one. One line says which it is and why. `init_ray` never joins the
     private Ray of another program. It passes nothing of this process's environment to the cluster and does not modify
-    `os.environ`, in which Ray itself records that a local cluster uses token authentication.
+    `os.environ`, in which Ray itself records that it uses the token of the user, if there is one.
 
     Args:
         log_dir: where a local cluster keeps its logs and session files; Ray's own folder when None. The path must
@@ -91,79 +90,75 @@ def attach_to(
 ) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
-    The head has `timeout_s` to answer; None is for `ATTACH_S`. With `private`, for commands, the token of the user is
-    taken for a cluster that was named too, as Ray does for a cluster that it finds.
+    The head has `timeout_s` to answer; None is for `ATTACH_S`.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
     if (target := find_target(named, private=private)) is None:
         return None
-    address, reason, is_named = target
+    address, reason = target
+    which = f"{address}, which {reason}"
     try:
-        # Without the token Ray's client would log that it is missing.
-        find_token = private or not is_named
-        run_in_thread(functools.partial(connect_to_head, address, find_token=find_token)).result(within_s)
+        run_in_thread(connect_to_head, address).result(within_s)
         context = ray.init(address=address, **options)
-    except ray.exceptions.AuthenticationError as error:
-        raise PlacementError(
-            f"The Ray cluster at {address}, which {reason}, wants a token and this process has none that it takes. Set "
-            f'{_TOKEN}, or pass address="local" to start a cluster of your own. Ray said: {error}'
-        ) from error
     except TimeoutError as error:
         raise HeadTimeoutError(
-            f"Something listens at {address}, which {reason}, but no Ray head answered there within {within_s:g} s. "
-            "Its cluster may have stopped or hang: stop the rest of it and correct the address (or delete the file), "
-            f'or pass address="local" to start a cluster of your own. If the cluster wants a token, set {_TOKEN}.'
+            f"Something listens at {which}, but no Ray head answered there within {within_s:g} s. Its cluster may have "
+            "stopped or hang: stop the rest of it and correct the address (or delete the file), or pass "
+            f'address="local" to start a cluster of your own. If the cluster wants a token, set {_TOKEN}.'
         ) from error
-    except (ConnectionError, ValueError, ray.exceptions.RpcError) as error:
+    except (ConnectionError, ValueError, ray.exceptions.AuthenticationError, ray.exceptions.RpcError) as error:
         if "No node info" in str(error.__context__):
             raise PlacementError(
-                f"The Ray cluster at {address}, which {reason}, answers, but this process sees none of its nodes on "
-                f"this machine, and Ray attaches a process only to such a node. {CLIENT_REMEDY} Or start a node here "
-                f"with `ray start --address={address}`. A container beside that of a node needs the same process "
+                f"The Ray cluster at {which}, answers, but this process sees none of its nodes on this machine, and "
+                f"Ray attaches a process only to such a node. {CLIENT_REMEDY} Or start a node here with "
+                f"`ray start --address={address}`. A container beside that of a node needs the same process "
                 "namespace, and the session folder of Ray (/tmp/ray)."
             ) from error
-        # A token that is missing or wrong looks like this too, after Ray has tried for a while.
+        # A token that is missing or wrong looks like the end of a connection too, after Ray has tried for a while.
         raise PlacementError(
-            f"Something answers at {address}, but Ray cannot attach to it: {error}. If it is a Ray cluster that wants "
-            f"a token, set {_TOKEN}."
+            f"Something answers at {which}, but Ray cannot attach to it: {error}. If it is a Ray cluster that wants "
+            f'a token, set {_TOKEN}; address="local" starts a cluster of your own.'
         ) from error
-    _say(f"Attached to the Ray cluster at {address}, which {reason}.")
+    _say(f"Attached to the Ray cluster at {which}.")
     return context
 
 
-class Target(NamedTuple):
-    """A running cluster. `reason` ends a sentence that begins with "the Ray cluster at ADDRESS, which"."""
-
-    address: str
-    reason: str
-    is_named: bool = False
-
-
-def find_target(named: str | None, *, private: bool = False) -> Target | None:
-    """Return the cluster to attach to, or None if this process is to start one. `named` is the `address` of `init_ray`.
+def find_target(named: str | None, *, private: bool = False) -> tuple[str, str] | None:
+    """Return the address of the cluster to attach to, and where it is from; None if this process is to start one.
 
     It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started with
-    the same visible devices. With `private`, "auto" also takes the only one that it has started for any devices, or
-    else the only Ray that this user runs on this machine.
+    the same visible devices. With `private`, for commands, "auto" also takes the only Ray that this user runs here.
     """
     from_env = os.environ.get("RAY_ADDRESS") if named in (None, "auto") else None
     if from_env == "local" and named is None:
         return None
     may_start = named is None and from_env != "auto"
-    if (address := from_env or named) not in (None, "auto"):
-        return _check_named(str(address), "RAY_ADDRESS names" if from_env else "`address` names")
+    if (address := from_env or ("auto" if named is None else named)) != "auto":
+        if address == "local":
+            raise PlacementError("RAY_ADDRESS is 'local', which names no running cluster. Pass the address of one.")
+        if "://" in address:  # Ray connects to any such address through Ray Client.
+            raise PlacementError(
+                f"{address!r} is an address of Ray Client, which Fairlead does not support. {CLIENT_REMEDY} Correct "
+                "the address, or RAY_ADDRESS."
+            )
+        if not _answers(address):
+            raise PlacementError(
+                f"No Ray cluster answers at {address}. Start one with `ray start --head`, or correct the address (also "
+                "RAY_ADDRESS)."
+            )
+        return address, "RAY_ADDRESS names" if from_env else "`address` names"
     file = cluster_file() or ""
-    with contextlib.suppress(OSError, UnicodeDecodeError), open(file, encoding="utf-8") as opened:
+    with contextlib.suppress(OSError, ValueError), open(file, encoding="utf-8") as opened:
         is_mine, address = os.fstat(opened.fileno()).st_uid == os.getuid(), opened.read(300).strip()
-        if is_mine and _split(address) and _answers(address):
-            return Target(address, f"`ray start` announced in {file}")
+        if is_mine and _answers(address):
+            return address, f"`ray start` announced in {file}"
     if started := _list_clusters(local_tag()):
-        return Target(started[-1].address, f"init_ray started in process {started[-1].starter}")
+        return started[-1].address, f"init_ray started in process {started[-1].starter}"
     if may_start:
         return None
-    others = _list_clusters(local_tag().rpartition("-")[0]) or _list_clusters("")
+    others = _list_clusters()
     if private and len(others) == 1:
-        return Target(others[0].address, f"process {others[0].starter} started")
+        return others[0].address, f"process {others[0].starter} started"
     listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
     raise PlacementError(
         '"auto" found no Ray cluster that is named, announced, or started by init_ray with the same '
@@ -172,56 +167,30 @@ def find_target(named: str | None, *, private: bool = False) -> Target | None:
     )
 
 
-def _list_clusters(prefix: str) -> list[Raylet]:
-    """Return a raylet of each cluster that answers and has a resource with a prefix, the oldest first."""
-    mine = [raylet for raylet in list_raylets() if raylet.user == os.getuid()]
-    raylets = [raylet for raylet in mine if any(name.startswith(prefix) for name in raylet.resources)]
-    living = {raylet.address: raylet for raylet in raylets if _answers(raylet.address)}
+def _list_clusters(tag: str | None = None) -> list[Raylet]:
+    """Return a raylet of each cluster of this user that answers, or of those with a resource, the oldest first."""
+    mine = [one for one in list_raylets() if one.user == os.getuid() and (tag is None or tag in one.resources)]
+    living = {raylet.address: raylet for raylet in mine if _answers(raylet.address)}
     return sorted(living.values(), key=lambda raylet: raylet.started_at)
-
-
-def _check_named(address: str, reason: str) -> Target:
-    """Return a cluster that was named, at which something listens."""
-    if address == "local":
-        raise PlacementError("RAY_ADDRESS is 'local', which names no running cluster. Pass the address of one.")
-    if "://" in address:  # Ray connects to any such address through Ray Client.
-        raise PlacementError(
-            f"{address!r} is an address of Ray Client, which Fairlead does not support. {CLIENT_REMEDY} Correct the "
-            "address, or RAY_ADDRESS."
-        )
-    if not _answers(address):
-        raise PlacementError(
-            f"No Ray cluster answers at {address}. Start one with `ray start --head`, or correct the address (also "
-            "RAY_ADDRESS)."
-        )
-    return Target(address, reason, True)
 
 
 def local_tag() -> str:
     """Return the name of the resource that marks a cluster that `init_ray` starts in this process.
 
-    It is the same for all processes of this user with the same session folder and visible devices. The devices are its
-    last part.
+    It is the same for all processes of this user with the same session folder and visible devices.
     """
     file = cluster_file()
-    parts = f"{os.getuid()} {file and Path(file).parent.resolve()}", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    return TAG + "-".join(hashlib.sha256(part.encode()).hexdigest()[:8] for part in parts)
-
-
-def _split(address: str) -> tuple[str, int] | None:
-    """Return the host and the port of an address, or None if it is none."""
-    host, _, port = address.rpartition(":")
-    if not host or not host.isprintable() or not port.isdecimal() or int(port) > 65535:
-        return None
-    return host.strip("[]"), int(port)
+    mine = f"{os.getuid()} {file and Path(file).parent.resolve()} {os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}"
+    return TAG + hashlib.sha256(mine.encode()).hexdigest()[:16]
 
 
 def _answers(address: str) -> bool:
     """Return whether anything listens at an address; a ValueError if it is none. Ray itself tries for minutes."""
-    if (place := _split(address)) is None:
+    host, _, port = address.rpartition(":")
+    if not host or not host.isprintable() or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"address must be 'host:port', 'auto' or 'local', got {address!r}")
     try:
-        with socket.create_connection(place, timeout=5.0):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0):
             return True
     except OSError:
         return False

@@ -87,7 +87,6 @@ class ClusterConfig(TypedDict):
 
 
 _VALUE = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
-_KEY = re.compile(rf"(?:(?=[^/]{{1,253}}/){_VALUE}(?:\.{_VALUE})*/)?{_VALUE}")
 _CONDITION = re.compile(rf"(!?)(?:({_VALUE})|in\(({_VALUE}(?:, ?{_VALUE})*)\))")
 
 
@@ -98,22 +97,9 @@ def parse_condition(text: str) -> tuple[bool, frozenset[str]]:
     if text == "":
         return True, frozenset([""])
     if (match := _CONDITION.fullmatch(text)) is None:
-        raise ValueError(f"a label selector must be 'v', '!v', 'in(a,b)' or '!in(a,b)', got {text!r}")
+        raise ValueError(f"label_selector must have conditions 'v', '!v', 'in(a,b)' or '!in(a,b)', got {text!r}")
     negated, single, several = match.groups()
     return not negated, frozenset(value.strip() for value in (single or several).split(","))
-
-
-def check_selector(selector: Mapping[str, str]) -> None:
-    """Refuse a selector that Ray would not accept, by a TypeError or ValueError, before anything is planned with it."""
-    for key, text in selector.items():
-        if not isinstance(key, str) or not isinstance(text, str):
-            raise TypeError(f"a label selector maps label names to conditions, both strings, got {key!r}: {text!r}")
-        if not _KEY.fullmatch(key):
-            raise ValueError(f"a label selector must name labels like 'market' or 'ray.io/market-type', got {key!r}")
-        try:
-            parse_condition(text)
-        except ValueError as error:
-            raise ValueError(f"label {key!r}: {error}") from None
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
@@ -149,15 +135,6 @@ def check_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a number of seconds, 0 or more and finite, got {value!r}")
     return float(value)
-
-
-def _check_segments(size: Any, used: int, strategy: str) -> None:
-    """Refuse a number of logical nodes that are to share a topology domain, of those that are in use."""
-    check_positive("segment_size", size)
-    if strategy != "STRICT_PACK":
-        raise ValueError(f"segment_size needs placement_group_strategy='STRICT_PACK', got {strategy!r}")
-    if used % size:
-        raise ValueError(f"{used} logical nodes in use are not a multiple of segment_size={size}")
 
 
 def _check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dict[str, float]:
@@ -209,8 +186,10 @@ def make_request(
     if accelerators is not None:
         held = _check_accelerators(accelerators, use_gpus, capacity)
     bundle = {"CPU": float(capacity * cpus_per_worker), **held}
-    if labels:
-        check_selector(labels)
+    for key, text in (labels or {}).items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise TypeError(f"label_selector maps label names to conditions, both strings, got {key!r}: {text!r}")
+        parse_condition(text)
     extras = [{}] * len(counts) if constraints is None else [extra or {} for extra in constraints]
     if len(extras) != len(counts):
         raise ValueError(f"node_resource_constraints has {len(extras)} entries for {len(counts)} logical nodes")
@@ -221,12 +200,18 @@ def make_request(
                 f"got {what!r}: {amount!r}"
             )
     if segment_size is not None:
-        _check_segments(segment_size, sum(map(bool, counts)), strategy)
+        check_positive("segment_size", segment_size)
+        if strategy != "STRICT_PACK":
+            raise ValueError(f"segment_size needs placement_group_strategy='STRICT_PACK', got {strategy!r}")
+        if (used := sum(map(bool, counts))) % segment_size:
+            raise ValueError(f"{used} logical nodes in use are not a multiple of segment_size={segment_size}")
     wanted = {} if gpu_ids is None else _check_gpu_ids(gpu_ids, counts, held.get("GPU", 0), strategy, segment_size)
-    numbered = enumerate(zip(counts, extras, strict=True))
-    selector = dict(labels or {})
+    asks = [
+        Ask(index, count, {**bundle, **extra}, strategy, dict(labels or {}))
+        for index, (count, extra) in enumerate(zip(counts, extras, strict=True))
+    ]
     return Request(
-        asks=tuple(Ask(index, count, {**bundle, **extra}, strategy, selector) for index, (count, extra) in numbered),
+        asks=tuple(asks),
         name=name,
         capacity=capacity,
         accelerators=held,
@@ -252,23 +237,19 @@ def _check_gpu_ids(
         raise ValueError(f"gpu_ids must be a list of ids, a list per logical node, or 'auto', got {gpu_ids!r}")
     used = [node_idx for node_idx, count in enumerate(counts) if count > 0]
     is_nested = any(isinstance(part, (list, tuple)) for part in gpu_ids)
-    if not is_nested and len(used) != 1:
-        raise ValueError(f"gpu_ids must be a list per logical node, as {len(used)} are in use, got {gpu_ids!r}")
     per_node = list(gpu_ids) if is_nested else [gpu_ids if count else [] for count in counts]
-    if len(per_node) != len(counts):
-        raise ValueError(f"gpu_ids has {len(per_node)} lists for {len(counts)} logical nodes: {gpu_ids!r}")
+    if len(per_node) != len(counts) or not (is_nested or len(used) == 1):
+        raise ValueError(f"gpu_ids must be a list for each of the {len(counts)} logical nodes, got {gpu_ids!r}")
     for node_idx, (ids, count) in enumerate(zip(per_node, counts, strict=True)):
-        if not isinstance(ids, (list, tuple)) or len(ids) != count:
+        if not isinstance(ids, (list, tuple)) or len(set(map(str, ids))) != count or len(ids) != count:
             raise ValueError(
-                f"gpu_ids of logical node {node_idx} must be {count} ids, one for each bundle, got {ids!r}"
+                f"gpu_ids of logical node {node_idx} must be {count} different ids, one for each bundle, got {ids!r}"
             )
         for gpu in ids:
             if isinstance(gpu, bool) or not isinstance(gpu, (int, str)) or gpu == "" or str(gpu).startswith("-"):
                 raise ValueError(
                     f"gpu_ids must be numbers, 0 or more, or names such as 'GPU-6a', got {gpu!r} in {ids!r}"
                 )
-        if len(set(map(str, ids))) < len(ids):
-            raise ValueError(f"gpu_ids of a logical node must be different, got {ids!r}")
     if segment_size is not None and used:
         raise ValueError(f"give gpu_ids={gpu_ids!r} or segment_size={segment_size!r}, not both")
     return {node_idx: frozenset(map(str, per_node[node_idx])) for node_idx in used}

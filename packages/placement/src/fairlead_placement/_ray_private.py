@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps every use of a Ray API that is not public, each with its reason and its fallback."""
+"""Wraps every use of a Ray API that is not public, each with its reason.
+
+If a version of Ray lacks such a part, its function returns what its last line says, and whatever needs it goes without.
+"""
 
 import contextlib
 import json
@@ -10,41 +13,35 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 
 _K = TypeVar("_K")
 _never_connecting = threading.local()
-# Seconds that the head may take to report which nodes are alive, if the caller can do without the answer.
-ALIVE_S = 5.0
 # How often a wait outside of Ray looks whether Ray is still there.
 LOOK_EVERY_S = 0.1
 # What the use of a private part raises if a version of Ray lacks it.
 _MISSING = (ImportError, AttributeError, TypeError)
 
 
-def free_per_node() -> Mapping[str, Mapping[str, float]] | None:
+def free_per_node() -> Mapping[str, Mapping[str, float]]:
     """Return the free resources by node id. A resource that is used up is absent, not zero.
 
-    Reason: `ray.available_resources()` is public but sums over the cluster, which does not show what fits where.
-    Fallback: None. All nodes then look idle, and a request that others keep from being placed fails at its deadline.
+    Reason: `ray.available_resources()` is public but sums over the cluster, which does not show what fits where. There
+    is no plan without it.
     """
-    with contextlib.suppress(*_MISSING):
-        return dict(ray._private.state.available_resources_per_node())
-    return None
+    return dict(ray._private.state.available_resources_per_node())
 
 
 def drain_deadlines() -> dict[str, float]:
     """Return when nodes that are draining end at the latest, by `time.time()`; infinity if Ray was not told.
 
     Reason: `ray.nodes()` lists them like any other node.
-    Fallback: no node. A reservation on such a node then loses its slots when the node dies.
     """
     with contextlib.suppress(*_MISSING):
         deadlines = ray._private.state.state.get_draining_nodes()
-        return {node_id: at_ms / 1000 if at_ms else math.inf for node_id, at_ms in deadlines.items()}
+        return {node_id: at_ms / 1000 or math.inf for node_id, at_ms in deadlines.items()}
     return {}
 
 
@@ -52,18 +49,10 @@ def connection() -> object | None:
     """Return an object that identifies the connection of this process to Ray; None without one, or with Ray Client.
 
     Each `ray.init` makes another one, even for the same cluster: what the process held there before is gone.
-
     Reason: Ray's public ids of a connection are several calls, between which another thread may shut Ray down.
-
-    >>> connection()
     """
     worker: Any = ray._private.worker
     return worker._global_node if worker.global_worker.connected else None
-
-
-def draining_nodes() -> frozenset[str]:
-    """Return the ids of the nodes that are draining: they end soon."""
-    return frozenset(drain_deadlines())
 
 
 @dataclass(frozen=True)
@@ -83,23 +72,17 @@ def list_raylets() -> list[Raylet]:
 
     One in a container of its own is left out, even if it shares the pids: its network or its files may be others.
     Reason: no public function says which clusters and which nodes run here.
-    Fallback: a raylet whose arguments are not as expected is left out. `init_ray` then starts a cluster of its own, and
-    functions run on that node in tasks.
     """
     import psutil  # Ray brings it along
 
     raylets: list[Raylet] = []
-    proc = Path("/proc")
-    if proc.exists() and os.readlink(proc / "self") != str(os.getpid()):  # it is of another namespace
-        return raylets
-    spaces = ["ns/pid", "ns/net", "ns/mnt"] if proc.exists() else []
     for process in psutil.process_iter():
-        # The process may exit, or belong to another user who hides it.
+        # The process may exit, belong to another user who hides it, or have other arguments than those of today.
         with contextlib.suppress(psutil.Error, OSError, KeyError):
             if process.name() != "raylet":
                 continue
-            its = proc / str(process.pid)
-            if any(os.readlink(its / space) != os.readlink(proc / "self" / space) for space in spaces):
+            links = [(f"/proc/{process.pid}/ns/{space}", f"/proc/self/ns/{space}") for space in ("pid", "net", "mnt")]
+            if any(os.readlink(its) != os.readlink(mine) for its, mine in links):
                 continue
             pairs = (argument.partition("=") for argument in process.cmdline())
             options = {name.lstrip("-"): value for name, _, value in pairs}
@@ -114,7 +97,6 @@ def is_client() -> bool:
     """Return whether this process is connected to Ray through Ray Client, for which most of Ray's functions fail.
 
     Reason: `ray.is_initialized()` is true of such a process too.
-    Fallback: False. Ray's own errors then say that something is wrong.
     """
     with contextlib.suppress(*_MISSING):
         from ray.util.client import ray as client
@@ -127,47 +109,38 @@ def cluster_file() -> str | None:
     """Return the path of the file in which Ray keeps the address of the cluster started last on this machine.
 
     Reason: nothing public names the file.
-    Fallback: None, and no cluster is found in it.
     """
     with contextlib.suppress(*_MISSING):
         return str(ray._private.utils.get_ray_address_file(None))
     return None
 
 
-def connect_to_head(address: str, *, find_token: bool = False) -> None:
+def connect_to_head(address: str) -> None:
     """Connect to the head at an address, and return once it has answered. Raise what `ray.init` raises without a token.
 
-    With `find_token`, turn token authentication on if the user has a token and has not configured the authentication,
-    as Ray does for a cluster that it finds itself.
+    If the user has a token and has not configured the authentication, it is turned on, as Ray does for a cluster that
+    it finds itself.
     Reason: `ray.init` tries for minutes, and cannot be interrupted by a deadline as it has to run in the main thread.
-    Fallback: nothing is done, and `ray.init` tries for minutes.
     """
-    if find_token:
-        # Earlier versions of Ray do not have it, and start local clusters without authentication.
-        with contextlib.suppress(*_MISSING):
-            from ray._private.authentication.authentication_token_setup import (
-                maybe_enable_token_auth_if_token_available,
-            )
-
-            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     with contextlib.suppress(*_MISSING):
-        from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+        from ray._private.authentication import authentication_token_setup as token
         from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
+        # Earlier versions of Ray do not have it, and start local clusters without authentication.
+        if (enable := getattr(token, "maybe_enable_token_auth_if_token_available", None)) is not None:
+            enable(warn_if_disabled=False)
         # Without a token that it needs, the client would abort the process.
-        ensure_token_if_auth_enabled(None, create_token_if_missing=False)
+        token.ensure_token_if_auth_enabled(None, create_token_if_missing=False)
         GcsClient(address=address)
 
 
 def autoscaler_is_there() -> bool:
     """Return whether an autoscaler that may add nodes has reported its state to Ray.
 
-    Each head has one, which adds nothing without a configuration. Version 1 then reports each node's type as
-    "node_<id>". Version 2 launches nothing if the head lacks the instance id that launchers give to nodes.
-
     Reason: nothing public shows what an autoscaler has reported.
-    Fallback: False, as before the first report. A request that the present nodes cannot hold is then refused at once.
     """
+    # Each head has one, which adds nothing without a configuration. Version 1 then reports each node's type as
+    # "node_<id>". Version 2 launches nothing if the head lacks the instance id that launchers give to nodes.
     with contextlib.suppress(*_MISSING):
         from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 
@@ -185,10 +158,7 @@ def autoscaler_is_there() -> bool:
 
 @dataclass(frozen=True)
 class LiveActor:
-    """An actor that is not dead, and what it holds. Ids are Ray's, hexadecimal; "" for one that there is not.
-
-    The names of `resources` in a placement group are Ray's for the group's, such as "CPU_group_<id>".
-    """
+    """An actor that is not dead, and what it holds: in a placement group, resources such as "CPU_group_<id>"."""
 
     actor_id: str
     class_name: str
@@ -207,7 +177,6 @@ def live_actors() -> tuple[LiveActor, ...]:
     """Return every actor that is not dead.
 
     Reason: `ray.util.state.list_actors` is public but needs the dashboard, which many clusters run without.
-    Fallback: no actor. Errors then name placement groups only.
     """
     with contextlib.suppress(*_MISSING):
         from ray.core.generated.gcs_pb2 import ActorTableData
@@ -233,7 +202,6 @@ def abandoned_groups() -> dict[str, str]:
 
     Groups that an actor uses are left out, and those that the user has detached.
     Reason: Ray's public table does not list who has created a group.
-    Fallback: no group. They hold their resources until the job ends.
     """
     import psutil  # Ray brings it along
 
@@ -262,7 +230,6 @@ def accelerator_names() -> frozenset[str]:
     """Return the names of the resources that Ray takes for accelerators, of which it assigns ids to processes.
 
     Reason: only the context of a process that is connected to Ray lists them.
-    Fallback: the names of 2026.
     """
     with contextlib.suppress(*_MISSING):
         from ray._private.accelerators import get_all_accelerator_resource_names
@@ -275,7 +242,6 @@ def visible_gpus() -> list[str] | None:
     """Return the ids of all GPUs of this node, or None when they are 0, 1, ...
 
     Reason: Ray reports to a process only the ids that it holds.
-    Fallback: None, so the ids are assumed to be 0, 1, ...
     """
     gpus = getattr(ray._private.worker.global_worker, "original_visible_accelerator_ids", {}).get("GPU")
     return None if gpus is None else list(gpus)
@@ -291,9 +257,8 @@ class _MayConnect:
 def never_connect() -> None:
     """Make Ray's functions fail on this thread once Ray has ended, instead of starting or joining a Ray.
 
-    Reason: `ray.get` and the like connect to any cluster they find, or start one. After a `ray.shutdown()` on another
-    thread, a background thread would join a stranger's cluster. Ray's own switch applies to whole processes.
-    Fallback: nothing is done. Each request to the head still checks the connection before it is sent.
+    Reason: `ray.get` and the like connect to any cluster they find, or start one. Ray's own switch applies to whole
+    processes.
     """
     _never_connecting.forbidden = True
     with contextlib.suppress(*_MISSING):
@@ -309,7 +274,6 @@ def block_shutdown() -> Iterator[None]:
 
     Reason: Ray (2.60) ends the process, without a traceback, if one thread shuts Ray down while another one sends a
     request, waits for an object, or frees a reference. `ray.init` and `ray.shutdown` take a lock, and so does this.
-    Fallback: nothing is blocked, and that can happen.
     """
     lock = getattr(ray._private.worker, "_connect_or_shutdown_lock", None)
     with contextlib.nullcontext() if lock is None else lock:
@@ -341,13 +305,12 @@ def collect(requests: Mapping[_K, Callable[[], Any]], timeout_s: float) -> dict[
             futures.clear()
 
 
-def bare_runtime_env() -> Any | None:
+def _bare_runtime_env() -> Any | None:
     """Return a runtime_env that leaves out what this process's would pass on; None if there is nothing to leave out.
 
-    Reason: Ray merges the environment of the process that creates an actor or a task into theirs, and cannot leave it
-    out: `RuntimeEnv.serialize` drops the values of None that would. A slow pip install of the job would delay what has
-    to answer within seconds, and a Python that exists on one node alone would make it fail.
-    Fallback: None, and the environment is passed on.
+    Reason: Ray merges the environment of the process that creates an actor or a task into theirs, and
+    `RuntimeEnv.serialize` drops the values of None that would leave it out. A slow pip install of the job would delay
+    what has to answer within seconds, and a Python that exists on one node alone would make it fail.
     """
     mine = dict(ray.get_runtime_context().runtime_env)
     if not mine:
@@ -369,23 +332,21 @@ def create_actor(actor_class: Any, args: Sequence[Any], **options: Any) -> Any:
     """Create an actor of a remote class without the environment of this process; return its handle.
 
     Of the options of `ray.remote`, the class has none but those that describe its methods.
-    Reason: the public `options` copies the environment, and drops what `bare_runtime_env` adds.
-    Fallback: `options`. The actor then gets the environment of this process.
+    Reason: the public `options` copies the environment, and drops what the bare one adds.
     """
-    if (bare := bare_runtime_env()) is not None and (create := getattr(actor_class, "_remote", None)) is not None:
-        return create(args=tuple(args), runtime_env=bare, **options)
+    if (bare := _bare_runtime_env()) is not None:
+        return actor_class._remote(args=tuple(args), runtime_env=bare, **options)
     return actor_class.options(**options).remote(*args)
 
 
 def start_task(remote_function: Any, args: Sequence[Any], **options: Any) -> Any:
     """Start a task without the environment of this process; return the reference to its result.
 
-    The options of `ray.remote` do not count. Reason and fallback: as for `create_actor`.
+    The options of `ray.remote` do not count. Reason: as for `create_actor`.
     """
-    if (bare := bare_runtime_env()) is not None:
-        with contextlib.suppress(*_MISSING):
-            from ray._private.utils import get_runtime_env_info
+    if (bare := _bare_runtime_env()) is not None:
+        from ray._private.utils import get_runtime_env_info
 
-            info = get_runtime_env_info(bare, is_job_runtime_env=False, serialize=True)
-            return remote_function._remote(args=tuple(args), serialized_runtime_env_info=info, **options)
+        info = get_runtime_env_info(bare, is_job_runtime_env=False, serialize=True)
+        return remote_function._remote(args=tuple(args), serialized_runtime_env_info=info, **options)
     return remote_function.options(**options).remote(*args)

@@ -32,8 +32,8 @@ def draw(
     if not sum(counts):
         return Text("Empty Ray Cluster")
     kind = _kind(held)
-    legend = f"n.s: slot s of logical node n ({_amounts(held) if kind == 'slot' else f'one {kind}'} each)"
-    lines = [legend if slots else f"{legend}, not reserved yet"]
+    each = _amounts(held) if kind == "slot" else f"one {kind}"
+    lines = [f"n.s: slot s of logical node n ({each} each){'' if slots else ', not reserved yet'}"]
     rows = group_pairs((slot.node_idx, slot) for slot in slots)
     # A row's cells are in physical order.
     cells = {(row, slot.bundle_index): (row, at) for row, there in rows.items() for at, slot in enumerate(there)}
@@ -176,13 +176,12 @@ def draw_nodes(
     return found
 
 
-def name_holders(nodes: Sequence[Node], holders: Sequence[ResourceHolder], names: AbstractSet[str]) -> str:
-    """Return who holds some of these resources on the nodes, the first few by name."""
-    here = {node.node_id for node in nodes}
+def name_holders(holders: Sequence[ResourceHolder], names: AbstractSet[str]) -> str:
+    """Return who holds some of these resources, the first few by name."""
     named = [
         f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]}"
         for holder in holders
-        if any(names & held.keys() for node_id in here & holder.bundles.keys() for held in holder.bundles[node_id])
+        if any(names & held.keys() for bundles in holder.bundles.values() for held in bundles)
     ]
     rest = [f"{len(named) - NAMED} more"] if len(named) > NAMED else []
     return ", ".join([*named[:NAMED], *rest]) or "tasks, or actors that are starting"

@@ -34,18 +34,13 @@ def add_command(commands: Any, name: str, what: str, *, epilog: str, json: bool 
         epilog: the end of its help, with the exit statuses.
         json: whether it can print JSON.
     """
+    shape = argparse.RawDescriptionHelpFormatter
+    about = f"{what[0].upper()}{what[1:]}."
     parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=what,
-        description=f"{what[0].upper()}{what[1:]}.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        name, help=what, description=about, epilog=epilog, formatter_class=shape
     )
-    parser.add_argument(
-        "--address",
-        default="auto",
-        help="address of the cluster; default: RAY_ADDRESS, or the announced or only one here",
-    )
+    default = "default: RAY_ADDRESS, or the announced or only one here"
+    parser.add_argument("--address", default="auto", help=f"address of the cluster; {default}")
     if json:
         parser.add_argument("--json", action="store_true", help="print JSON; its fields are stable, see 'schema'")
     return parser
@@ -87,11 +82,11 @@ def attach(address: str, *, timeout_s: float | None = None) -> Iterator[None]:
         PlacementError: there is no cluster, it wants another token, or it runs another version of Ray or Python.
         SystemExit: the address is not one.
     """
+    job = JobConfig(metadata={COMMAND_MARK: "yes"})
+    logging.getLogger("ray").setLevel(logging.ERROR)  # as `ray.init` does below, but before Ray finds a token
     try:
         if address == "local":
             raise ValueError("--address local would start a cluster of its own; leave it out, or name a running one")
-        job = JobConfig(metadata={COMMAND_MARK: "yes"})
-        logging.getLogger("ray").setLevel(logging.ERROR)  # as `ray.init` does below, but before Ray finds a token
         attach_to(
             address, timeout_s=timeout_s, private=True, job_config=job, log_to_driver=False, logging_level="error"
         )

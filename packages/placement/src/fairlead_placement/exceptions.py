@@ -5,16 +5,6 @@ from dataclasses import dataclass, field, fields
 
 from ._show import ReservationReport
 
-__all__ = [
-    "ErrorWithFields",
-    "HeadTimeoutError",
-    "PlacementError",
-    "PlacementTimeoutError",
-    "PortUnavailableError",
-    "RayVersionError",
-    "ResourceInsufficientError",
-]
-
 
 class ErrorWithFields(Exception):
     """Base of errors that are dataclasses: their fields are their arguments, so that a copy has all of them.

@@ -7,7 +7,7 @@ processes, and release what a dropped object holds.
 """
 
 from ._model import count_bundles, group_pairs
-from ._nodes.background import Job, OneTimeEvent, run_each, run_in_thread
+from ._nodes.background import OneTimeEvent, run_each, run_in_thread
 from ._nodes.board import (
     Board,
     await_published,
@@ -34,7 +34,6 @@ from ._ray_private import (
     collect,
     connection,
     drain_deadlines,
-    draining_nodes,
 )
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
@@ -49,7 +48,6 @@ __all__ = [
     "Board",
     "COMMAND_MARK",
     "ErrorWithFields",
-    "Job",
     "OneTimeEvent",
     "Output",
     "SlotClaim",
@@ -68,7 +66,6 @@ __all__ = [
     "count_bundles",
     "create_groups",
     "drain_deadlines",
-    "draining_nodes",
     "find_boards",
     "group_pairs",
     "head_deadline",

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import ray
 from ray.util.placement_group import placement_group_table
 
-from ._nodes.agent import ANSWER_S, ask_present, nodes_with, used_agents
 from ._nodes.agent_process import NodeAgent
 from ._nodes.head import wait_until
+from ._nodes.ports import leased_ports
 from ._ray_private import free_per_node, live_actors
 from ._reserve.groups import are_shown
 
@@ -26,8 +26,8 @@ _Snapshot = dict[str, frozenset[str]]
 def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
     """Assert that free resources, actors, placement groups and leased ports are the same after a block as before it.
 
-    Ray returns some of them with a delay, so they are compared until they agree. Leased ports are those of
-    this process, whose node agents may start if something uses them. Without a running Ray nothing is asserted.
+    Ray returns some of them with a delay, so they are compared until they agree. Leased ports are those of this
+    process. Node agents are left out. Without a running Ray nothing is asserted.
 
     Args:
         timeout_s: seconds to wait until they agree.
@@ -37,15 +37,19 @@ def assert_no_leaks(*, timeout_s: float = 20.0) -> Iterator[None]:
     """
     session = _session()
     if session:
-        wait_until(lambda: are_shown(placement_group_table().keys()), time.monotonic() + timeout_s)
-    before = _snapshot() if session else None
+        wait_until(lambda: are_shown(_live_groups().keys()), time.monotonic() + timeout_s)
+    before = _snapshot() if session else {}
     yield
-    if before is None or _session() != session:
+    if not session or _session() != session:
         return  # Ray did not run before, or it has ended, and with it everything it had
     deadline = time.monotonic() + timeout_s
     while (now := _snapshot()) != before:
         if time.monotonic() >= deadline:
-            raise AssertionError(_difference(before, now, timeout_s))
+            lines = [f"after {timeout_s:g} s the cluster is not as it was:"]
+            for kind in before:
+                lines += [f"  new {kind}: {line}" for line in sorted(now[kind] - before[kind])]
+                lines += [f"  missing {kind}: {line}" for line in sorted(before[kind] - now[kind])]
+            raise AssertionError("\n".join(lines))
         time.sleep(0.05)
 
 
@@ -53,41 +57,26 @@ def _session() -> str:
     return ray.get_runtime_context().get_session_name() if ray.is_initialized() else ""
 
 
+def _live_groups() -> dict[str, str]:
+    """Return the names of the groups that are not removed, by id."""
+    return {group_id: row["name"] for group_id, row in placement_group_table().items() if row["state"] != "REMOVED"}
+
+
 def _snapshot() -> _Snapshot:
     # The name of a node's own resource holds its address. Dead nodes are not listed.
     free = {
         f"{node_id[:8]}: {amount:g} {name}"
-        for node_id, resources in (free_per_node() or {}).items()
+        for node_id, resources in free_per_node().items()
         for name, amount in resources.items()
         if name not in _IGNORED and not name.startswith("node:")
     }
-    leased = ask_present("leased", dict.fromkeys(nodes_with(), ()), timeout_s=ANSWER_S)
-    used = used_agents()
     return {
         "free resource": frozenset(free),
         "actor": frozenset(
             f"{actor.actor_id} {actor.class_name} {actor.name}"
             for actor in live_actors()
-            if actor.class_name != NodeAgent.__name__ or actor.actor_id not in used
+            if actor.class_name != NodeAgent.__name__
         ),
-        "placement group": frozenset(
-            f"{group_id} {row['name']}"
-            for group_id, row in placement_group_table().items()
-            if row["state"] != "REMOVED"
-        ),
-        "leased port": frozenset(
-            f"{node_id[:8]}: {port}"
-            for node_id, ports in leased.items()
-            # The agent of a dying node does not answer, and its leases end with it.
-            if not isinstance(ports, Exception)
-            for port in ports
-        ),
+        "placement group": frozenset(f"{group_id} {name}" for group_id, name in _live_groups().items()),
+        "leased port": frozenset(f"{lease.node_id[:8]}: {lease.port}" for lease in leased_ports()),
     }
-
-
-def _difference(before: _Snapshot, now: _Snapshot, waited: float) -> str:
-    lines = [f"after {waited:g} s the cluster is not as it was:"]
-    for kind in before:
-        lines += [f"  new {kind}: {one}" for one in sorted(now[kind] - before[kind])]
-        lines += [f"  missing {kind}: {one}" for one in sorted(before[kind] - now[kind])]
-    return "\n".join(lines)

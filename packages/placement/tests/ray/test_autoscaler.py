@@ -18,8 +18,6 @@ from fairlead_placement.extension import autoscaler_is_there
 
 # The id of the head in the provider.
 HEAD = "head"
-# How long the agents of these tests stay for further requests.
-IDLE_S = 2.0
 PROVIDER = """
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
 
@@ -108,11 +106,6 @@ def test_version_1_is_noticed(head, start_autoscaler, eventually):
         assert eventually(autoscaler_is_there)
     head.client.internal_kv_del(DEBUG_AUTOSCALING_STATUS.encode(), False, None)
     assert not autoscaler_is_there()
-
-
-def test_an_autoscaler_is_noticed(scaled):
-    """An autoscaler that runs and may add nodes is noticed."""
-    assert autoscaler_is_there()
 
 
 def test_missing_nodes_are_demand(scaled, eventually):

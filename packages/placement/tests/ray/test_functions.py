@@ -35,7 +35,7 @@ def ids(cluster):
 def where(request, monkeypatch, cluster):
     """Run functions as on this machine, or as on others (seam: which nodes are here)."""
     if request.param == "tasks":
-        monkeypatch.setattr(functions, "find_here", lambda node_ids, **_: frozenset())
+        monkeypatch.setattr(functions, "find_here", lambda node_ids: frozenset())
     return request.param
 
 
@@ -87,7 +87,7 @@ def test_a_function_that_ends_its_process(ids, monkeypatch, tmp_path):
 
     message = "ended its process on node .* It was called once"
     with monkeypatch.context() as patch:
-        patch.setattr(functions, "find_here", lambda node_ids, **_: frozenset())
+        patch.setattr(functions, "find_here", lambda node_ids: frozenset())
         (error,) = run_on_nodes(end, {ids[0]: ()}).values()
         assert calls.read_text() == "x"
         with pytest.raises(PlacementError, match=message):
@@ -109,7 +109,7 @@ def test_a_node_that_is_lost(cluster, ids, monkeypatch, eventually):
     assert eventually(lambda: sum(row["Alive"] for row in ray.nodes()) == 4)
     cluster.remove_node(node, allow_graceful=False)
     assert eventually(lambda: sum(row["Alive"] for row in ray.nodes()) == 3)
-    monkeypatch.setattr(functions, "find_here", lambda node_ids, **_: frozenset())
+    monkeypatch.setattr(functions, "find_here", lambda node_ids: frozenset())
     found = run_on_nodes(int, {ids[0]: ("7",), node.node_id: ("7",)}, timeout_s=30)
     assert found[ids[0]] == 7
     with pytest.raises(PlacementError, match=f"'int' could not run on node {node.node_id}"):
@@ -147,10 +147,13 @@ def test_a_job_with_an_environment(run_script):
         import os
         import ray
         from fairlead_placement import RayVirtualCluster, lease_ports
-        from fairlead_placement._nodes.functions import run_in_tasks
+        from fairlead_placement._nodes import functions
+        from fairlead_placement.extension import run_on_nodes
 
         options = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
         ray.init(address="local", num_cpus=1, runtime_env={"env_vars": {"MINE": "yes"}}, **options)
+
+        functions.find_here = lambda node_ids: frozenset()
 
         def end(path):
             with open(path, "a") as file:
@@ -160,9 +163,9 @@ def test_a_job_with_an_environment(run_script):
         calls = os.path.abspath("calls")
         with RayVirtualCluster([1], use_gpus=False) as cluster:
             node_id = cluster.slots()[0].node_id
-            print("result", run_in_tasks(int, {node_id: ("7",)}, timeout_s=60)[node_id])
+            print("result", run_on_nodes(int, {node_id: ("7",)}, timeout_s=60)[node_id])
             print("leases", len(lease_ports(cluster.slots(), timeout_s=60)))
-            run_in_tasks(end, {node_id: (calls,)}, timeout_s=60)
+            run_on_nodes(end, {node_id: (calls,)}, timeout_s=60)
         print("calls", open(calls).read())
         """
     )

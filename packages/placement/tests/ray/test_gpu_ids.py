@@ -147,38 +147,14 @@ def test_no_node_has_them(local, pauses, counts, ids, message):
     assert pauses == []
 
 
-def test_wrong_ids_are_not_kept(local, monkeypatch):
-    """Groups that Ray placed on other GPUs are removed, and the GPUs count as taken (seam: the ids of the groups)."""
-    read, checked = gpus.accelerator_ids, []
-
-    def read_others(placed, **options):
-        if "CPU" not in placed[0].bundles[0]:  # it only keeps others from the GPU
-            return read(placed, **options)
-        checked.append(placed)
-        return [[{"GPU": ("9",)}]]
-
-    monkeypatch.setattr(gpus, "accelerator_ids", read_others)
-    with pytest.raises(ResourceInsufficientError, match="GPU 0, asked for logical node 0, is not free"):
-        RayVirtualCluster([1], gpu_ids=[0], reserve_timeout_s=0).reserve()
-    assert len(checked) == 1
-
-
-@pytest.mark.parametrize(
-    "seam",
-    [
-        "gpus.accelerator_ids",
-        "gpus.take_gpus",
-        "gpus.place",
-    ],
-)
-def test_interrupted(local, monkeypatch, seam):
-    """An interrupt at any step leaves no placement group (seam: the step)."""
+def test_interrupted(local, monkeypatch):
+    """An interrupt while free GPUs are held leaves no placement group (seam: the placing on the named ones)."""
 
     def interrupt(*args, **options):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
 
-    monkeypatch.setattr(f"fairlead_placement._reserve.{seam}", interrupt)
+    monkeypatch.setattr(gpus, "place", interrupt)
     with pytest.raises(KeyboardInterrupt):
         RayVirtualCluster([1], gpu_ids=[2]).reserve()
     assert groups_there() == []

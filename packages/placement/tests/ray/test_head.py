@@ -16,14 +16,13 @@ from fairlead_placement import (
     PlacementError,
     PlacementTimeoutError,
     RayVirtualCluster,
-    _cli,
     read_slots,
 )
 from fairlead_placement import _terminal as terminal
+from fairlead_placement.__main__ import main
 from fairlead_placement._nodes import head as _head
-from fairlead_placement._reserve import groups
 from fairlead_placement._reserve import held as _held
-from fairlead_placement.extension import head_deadline
+from fairlead_placement.extension import create_groups, head_deadline
 from fairlead_placement.testing import assert_no_leaks
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -49,7 +48,7 @@ def test_groups_that_are_created_too_late(stop_head, eventually):
     """A placement group that Ray creates after its reservation has failed is removed."""
     message = "a request to create placement groups"
     with stop_head(), pytest.raises(HeadTimeoutError, match=message), head_deadline(0.5):
-        groups.create_groups([{"name": "late", "bundles": [{"CPU": 1.0}]}], deadline=0.0)
+        create_groups([{"name": "late", "bundles": [{"CPU": 1.0}]}], deadline=0.0)
     assert eventually(lambda: all(row["state"] == "REMOVED" for row in placement_group_table().values()))
 
 
@@ -99,7 +98,7 @@ def test_every_public_method(stop_head, call_in_time, eventually, monkeypatch, c
         shared.get_master_address_and_port()  # which starts the agent
         clusters = {**dict.fromkeys(USES, shared), **dict(zip(CHANGES, own, strict=True))}
         calls = {name: functools.partial(USES[name][0], clusters[name]) for name in USES}
-        calls["commands"] = lambda: [_cli.main(one) for one in commands]
+        calls["commands"] = lambda: [main(one) for one in commands]
         with monkeypatch.context() as patch:
             for module, name in ((_head, "ALIVE_S"), (_head, "HEAD_S"), (_held, "GIVE_BACK_S")):
                 patch.setattr(module, name, LIMIT_S)

@@ -130,5 +130,5 @@ def test_few_functions_and_one_thread(run_script):
         """
     )
     functions, threads = map(int, out.split())
-    assert functions <= 40
+    assert functions <= 35
     assert threads <= 1

@@ -19,7 +19,6 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
-from fairlead_placement._ray_private import live_actors
 from fairlead_placement.extension import find_boards, publish, read_boards, withdraw
 
 LOW = 30000 + os.getpid() % 1000 * 2
@@ -36,10 +35,10 @@ def nodes(raylets):
 def nothing_is_left(nodes):
     """Kill the actors and remove the groups that a failed test leaves, so that the next test is not affected."""
     yield
-    for actor in live_actors():
-        if actor.class_name.endswith(("Controller", "Holder")):
+    for row in ray.util.list_named_actors(all_namespaces=True):
+        if row["namespace"] == "controllers":
             with contextlib.suppress(ValueError):
-                ray.kill(ray.get_actor(actor.name, namespace="controllers"))
+                ray.kill(ray.get_actor(row["name"], namespace="controllers"))
     for group in live_groups():
         remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
 
@@ -108,7 +107,7 @@ def test_a_controller_that_ends(nodes, agent_pids, is_free, eventually, how):
         assert not is_free(port)
         ENDS[how](actor)
         del actor
-        assert eventually(lambda: is_free(port) and agent_pids() == mine, 60), (live_actors(), agent_pids())
+        assert eventually(lambda: is_free(port) and agent_pids() == mine, 60), agent_pids()
         assert eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 60)
         assert not is_free(LOW)
         withdraw("mine")

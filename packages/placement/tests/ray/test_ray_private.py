@@ -2,9 +2,6 @@
 """A running Ray that lacks the private parts that `_ray_private` wraps (seam: the attribute is removed)."""
 
 import os
-import shutil
-import subprocess
-import sys
 import time
 
 import pytest
@@ -28,28 +25,6 @@ def test_nodes_here():
         os.setuid(65534)
         os._exit(is_seen())
     assert os.geteuid() or os.waitpid(child, 0)[1] == 0
-
-
-@pytest.mark.parametrize("space", ["--net", "--mount"])
-def test_nodes_of_other_containers(tmp_path, space):
-    """A raylet with another network or other files is not here, although its processes are seen."""
-    if os.geteuid() or shutil.which("unshare") is None:
-        pytest.skip("this process may not create namespaces")
-    program = tmp_path / "raylet"
-    program.symlink_to(sys.executable)
-    options = ["--gcs-address=192.0.2.1:6379", "--node_id=0123"]
-    command = [str(program), "-c", "import time; print('runs', flush=True); time.sleep(60)", *options]
-
-    def is_seen(*prefix):
-        with subprocess.Popen([*prefix, *command], stdout=subprocess.PIPE) as process:
-            try:
-                assert process.stdout.readline() == b"runs\n"
-                return "0123" in {raylet.node_id for raylet in list_raylets()}
-            finally:
-                process.kill()
-
-    assert is_seen()
-    assert not is_seen("unshare", space)
 
 
 # The first lines of a job whose environment changes everything that a process inherits.
@@ -85,15 +60,6 @@ def test_the_environment_of_a_job(run_script):
     """Neither an actor nor a task gets the job's variables, hook and folder; a usual task does."""
     out = run_script(JOB + "    print(ray.get(ray.remote(look).remote()), *compare())")
     assert out == "('yes', 'yes', True) (None, None, False) (None, None, False)\n"
-
-
-def test_the_environment_of_an_actor(run_script):
-    """What an actor creates does not get the actor's environment either."""
-    out = run_script(
-        JOB + "    theirs = ray.remote(num_cpus=0, runtime_env={'env_vars': {'OTHER': 'yes'}})(compare)\n"
-        "    print(*ray.get(theirs.remote()))"
-    )
-    assert out == "(None, None, False) (None, None, False)\n"
 
 
 # How often a process is connected to Ray, and shuts it down while its threads use it: 200 times in `nox -s canary`.

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import ray
 
-from fairlead_placement import PlacementError, PortLease, RayVirtualCluster, lease_ports
+from fairlead_placement import PlacementError, PortLease, RayVirtualCluster, lease_ports, read_slots
 
 
 def test_constructing_asks_nothing_of_ray(capsys):
@@ -79,18 +79,17 @@ def test_bad_config(config, message):
         ([1], {"node_resource_constraints": [{"x": 0}]}, "positive, finite amounts .*, got 'x': 0"),
         ([1], {"node_resource_constraints": [{"x": float("inf")}]}, "positive, finite amounts .*, got 'x': inf"),
         ([1], {"communication_backend": "mpi"}, r"must be 'nccl', 'gloo' or None, got 'mpi'"),
-        ([2], {"gpu_ids": [0]}, r"gpu_ids of logical node 0 must be 2 ids, one for each bundle, got \[0\]"),
-        ([2], {"gpu_ids": [0, 0]}, r"gpu_ids of a logical node must be different, got \[0, 0\]"),
+        ([2], {"gpu_ids": [0]}, r"gpu_ids of logical node 0 must be 2 different ids, one for each bundle, got \[0\]"),
+        ([2], {"gpu_ids": [0, "0"]}, r"gpu_ids of logical node 0 must be 2 different ids, .*, got \[0, '0'\]"),
         ([2], {"gpu_ids": [0, -1]}, r"gpu_ids must be numbers, 0 or more, or names .*, got -1 in \[0, -1\]"),
         ([1], {"gpu_ids": [True]}, "gpu_ids must be numbers, .*, got True"),
         ([1], {"gpu_ids": [""]}, "gpu_ids must be numbers, .*, got ''"),
-        ([2], {"gpu_ids": [0, "0"]}, r"gpu_ids of a logical node must be different, got \[0, '0'\]"),
         ([1], {"gpu_ids": "all"}, "gpu_ids must be a list of ids, .* or 'auto', got 'all'"),
         ([1], {"gpu_ids": 0}, "gpu_ids must be a list of ids, .*, got 0"),
-        ([1, 1], {"gpu_ids": [0, 1]}, r"must be a list per logical node, as 2 are in use, got \[0, 1\]"),
-        ([1, 1], {"gpu_ids": [[0]]}, r"gpu_ids has 1 lists for 2 logical nodes: \[\[0\]\]"),
-        ([1, 1], {"gpu_ids": [[0], 1]}, "gpu_ids of logical node 1 must be 1 ids, .*, got 1"),
-        ([1, 0], {"gpu_ids": [[0], [1]]}, r"gpu_ids of logical node 1 must be 0 ids, .*, got \[1\]"),
+        ([1, 1], {"gpu_ids": [0, 1]}, r"gpu_ids must be a list for each of the 2 logical nodes, got \[0, 1\]"),
+        ([1, 1], {"gpu_ids": [[0]]}, r"gpu_ids must be a list for each of the 2 logical nodes, got \[\[0\]\]"),
+        ([1, 1], {"gpu_ids": [[0], 1]}, "gpu_ids of logical node 1 must be 1 different ids, .*, got 1"),
+        ([1, 0], {"gpu_ids": [[0], [1]]}, r"gpu_ids of logical node 1 must be 0 different ids, .*, got \[1\]"),
         (
             [1],
             {"gpu_ids": [0], "use_gpus": False},
@@ -127,6 +126,12 @@ def test_bad_leases(options, message):
     """A bad range or count is refused before any port is requested."""
     with pytest.raises(ValueError, match=message):
         lease_ports([], **options)
+
+
+def test_slots_for_no_group():
+    """Slots that no group may share are refused before anything is asked of Ray."""
+    with pytest.raises(ValueError, match="max_colocated_worker_groups must be an integer of at least 1, got 0"):
+        read_slots([], 0)
 
 
 @pytest.mark.parametrize(("address", "shown"), [("10.0.0.1", "10.0.0.1:1400"), ("fd00::1", "[fd00::1]:1400")])

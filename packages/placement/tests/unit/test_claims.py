@@ -60,7 +60,6 @@ def test_release():
     """A released slot can be claimed again; a second release does not free a slot that another group has claimed."""
     slots = slots_of(2)
     first = claim_slots(slots, "first")
-    assert repr(first) == "SlotClaim('first', 2 slots)"
     first.release()
     second = claim_slots(slots, "second")
     first.release()

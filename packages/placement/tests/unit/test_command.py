@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from fairlead_placement import PlacementError
-from fairlead_placement._cli import main
-from fairlead_placement.extension import Output, run_command
+from fairlead_placement.__main__ import main
+from fairlead_placement.extension import run_command
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,6 @@ def test_usage(arguments, capsys):
         main(arguments)
     assert ended.value.code == 2
     assert "usage:" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["", "nodes", "explain"])
-def test_help(command, capsys):
-    """Help names the exit statuses."""
-    with pytest.raises(SystemExit) as ended:
-        main([*([command] if command else []), "--help"])
-    assert ended.value.code == 0
-    assert "exit status:" in capsys.readouterr().out
 
 
 def _fail(error):
@@ -60,9 +51,3 @@ def test_closed_pipe():
     done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, timeout=60)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_json(capsys):
-    """JSON is printed with a line for each field."""
-    Output().print_json({"schema": 1})
-    assert capsys.readouterr().out == '{\n  "schema": 1\n}\n'

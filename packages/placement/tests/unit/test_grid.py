@@ -6,9 +6,7 @@ from ray.util.placement_group import PlacementGroup
 from rich.console import Console
 
 from fairlead_placement import RayVirtualCluster, Slot
-from fairlead_placement._reserve.held import Held
-from fairlead_placement._show import as_text, draw
-from fairlead_placement.extension import claim_slots
+from fairlead_placement._show import draw
 
 
 class Group:
@@ -40,8 +38,15 @@ def slots_of(*places):
     )
 
 
+def as_lines(renderable):
+    console = Console(width=110)
+    with console.capture() as captured:
+        console.print(renderable)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
 def read_grid(cluster, *groups, **options):
-    return as_text(cluster.grid(groups, **options)).splitlines()
+    return as_lines(cluster.grid(groups, **options))
 
 
 def test_not_reserved():
@@ -69,11 +74,11 @@ def test_unused_and_empty():
 
 
 def test_one_group():
-    """Workers are in the cell of their slot, not of Ray's bundle index, and a state that needs attention is shown."""
+    """Workers are in the cells of their slots, and a state that needs attention is shown. Names are not markup."""
     slots = slots_of((0, 1), (0, 0), (1, 0))  # physical order is not Ray's
-    group = Group("policy", (0, 0, "alive"), (0, 1, "stuck"), (1, 0, "dead"))
+    group = Group("<b>[red]policy</b>", (0, 0, "alive"), (0, 1, "stuck"), (1, 0, "dead"))
 
-    assert as_text(draw([2, 1], slots, {"GPU": 1.0}, [group], None)).splitlines() == [
+    assert as_lines(draw([2, 1], slots, {"GPU": 1.0}, [group], None)) == [
         "Ray Cluster: 2 nodes, 3 GPUs",
         "┌───────────────────┬───────┬─────┐",
         "│ node 0            │  0.0  │ 0.1 │",
@@ -85,7 +90,7 @@ def test_one_group():
         "│                   │ dead  │     │",
         "└───────────────────┴───────┴─────┘",
         "n.s: slot s of logical node n (one GPU each)",
-        "W r: worker of rank r of policy (3 workers)",
+        "W r: worker of rank r of <b>[red]policy</b> (3 workers)",
     ]
 
 
@@ -119,20 +124,3 @@ def test_printing(capsys):
     assert "W 0" in capsys.readouterr().out
     Console().print(cluster.grid(title="Mine"))
     assert capsys.readouterr().out.startswith("Mine\n")
-
-
-def test_all_groups_of_a_cluster(monkeypatch, capsys):
-    """The groups on a cluster are drawn until they release their slots; names are not parsed as markup."""
-    cluster = RayVirtualCluster([1])
-    slots = slots_of((0, 0))
-    monkeypatch.setattr(cluster._holding, "held", Held(on=None, slots=slots))
-    group = Group("<b>[red]bold</b>", (0, 0, ""))
-    claim = claim_slots(slots, "g", group=group)
-
-    cluster.print_all_worker_groups()
-    shown = capsys.readouterr().out
-    assert "<b>[red]bold</b> (1 worker)" in shown
-    assert "W 0" in shown
-    claim.release()
-    cluster.print_all_worker_groups()
-    assert "W 0" not in capsys.readouterr().out

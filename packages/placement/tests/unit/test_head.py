@@ -9,12 +9,13 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+import ray
 
 from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._nodes.head import head_is_silent
-from fairlead_placement.extension import Job, OneTimeEvent, ask_head, head_deadline, run_in_thread
+from fairlead_placement.extension import OneTimeEvent, ask_head, head_deadline, run_in_thread
 
 
 def call_within(timeout_s, function, *args, undo=None):
@@ -71,8 +72,8 @@ def test_interrupted(in_time, monkeypatch, eventually):
 def test_deadlines(monkeypatch):
     """A request gets what is left of the earliest deadline, but at least some seconds (seam: whether Ray runs)."""
     given = []
-    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(Job, "result", lambda job, timeout_s, undo: given.append(timeout_s))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(background.Job, "result", lambda job, timeout_s, undo: given.append(timeout_s))
     ask_head("count", len, "ab", timeout_s=0.3)
     with head_deadline(1000):
         ask_head("count", len, "ab")
@@ -95,7 +96,7 @@ def test_requests_like_a_late_one(monkeypatch, eventually):
     After the deadline of a block, no request gets the least time any more (seam: whether Ray runs).
     """
     answer, sent = threading.Event(), []
-    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(_head, "LEAST_S", 0.2)
 
     def ask(**options):
@@ -105,11 +106,11 @@ def test_requests_like_a_late_one(monkeypatch, eventually):
         with pytest.raises(HeadTimeoutError, match=r"a request to look; waited \d+\.\d s\."):
             ask(timeout_s=timeout_s)
     assert (sent, head_is_silent(), head_is_silent(60)) == (["look"], True, False)
-    monkeypatch.setattr(Job, "result", lambda job, timeout_s, undo: timeout_s)
+    monkeypatch.setattr(background.Job, "result", lambda job, timeout_s, undo: timeout_s)
     with head_deadline(0):
         assert ask_head("count", len, "ab") == 0
     monkeypatch.undo()
-    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     answer.set()
     assert eventually(lambda: not head_is_silent())
     assert ask(timeout_s=60)
@@ -128,8 +129,8 @@ def test_a_function_that_is_over_is_forgotten():
 
 def test_no_request_on_another_ray(monkeypatch):
     """A request whose Ray has been shut down since it was made is not sent (seam: the connection)."""
-    here = iter(["one", "two"])
-    monkeypatch.setattr(_head.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(_head, "connection", lambda: next(here))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(_head, "connection", lambda: "one")
+    monkeypatch.setattr(background, "connection", lambda: "two")
     with pytest.raises(PlacementError, match="Ray was shut down before a request was sent"):
         ask_head("look", pytest.fail, "sent", timeout_s=20)

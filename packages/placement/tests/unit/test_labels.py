@@ -47,22 +47,9 @@ def test_matches(key, condition, expected):
 )  # fmt: skip
 def test_bad_conditions(condition):
     """A condition that Ray refuses is refused, and so is "(x)", which Ray accepts and never matches."""
-    message = f"a label selector must be 'v', '!v', 'in(a,b)' or '!in(a,b)', got {condition!r}"
-    with pytest.raises(ValueError, match=f"^label 'zone': {re.escape(message)}$"):
+    message = f"label_selector must have conditions 'v', '!v', 'in(a,b)' or '!in(a,b)', got {condition!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check_selector({"zone": condition})
-
-
-@pytest.mark.parametrize("key", ["", "a/b/c", "-a", "a-", "/a", "a/", "a b", "x" * 64, "x" * 254 + "/a"])
-def test_bad_keys(key):
-    """A key that cannot be a label is refused."""
-    with pytest.raises(ValueError, match=f"must name labels like .* got {re.escape(repr(key))}"):
-        check_selector({key: "x"})
-
-
-@pytest.mark.parametrize("key", ["a", "ray.io/node-id", "a.b.c/d_e-f.g", "x" * 63, "3"])
-def test_good_keys(key):
-    """Keys have a name, with or without a prefix."""
-    check_selector({key: "x"})
 
 
 @pytest.mark.parametrize("selector", [{"a": None}, {"a": 1}, {1: "a"}])

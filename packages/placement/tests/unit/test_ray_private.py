@@ -1,49 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fallbacks for private parts of Ray that are missing (seam: the attribute is removed)."""
+"""What private parts of Ray report (seam: their answers)."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
 import ray
-import ray.util.client
-from ray._private import auto_init_hook
-from ray.core.generated import autoscaler_pb2, gcs_pb2  # noqa: F401
+from ray.core.generated import autoscaler_pb2
 
-from fairlead_placement import _ray_private as private
-from fairlead_placement._reserve import gpus
-from fairlead_placement.extension import (
-    autoscaler_is_there,
-    collect,
-    drain_deadlines,
-    draining_nodes,
-    run_in_thread,
-)
-
-
-@pytest.mark.parametrize(
-    ("missing", "function", "arguments", "fallback"),
-    [
-        ("ray._private.state.available_resources_per_node", "free_per_node", (), None),
-        ("ray._private.state.state", "drain_deadlines", (), {}),
-        ("ray._private.state.state", "draining_nodes", (), frozenset()),
-        ("ray._private.state.state", "live_actors", (), ()),
-        ("ray.core.generated.gcs_pb2", "live_actors", (), ()),
-        ("ray._private.worker.global_worker", "autoscaler_is_there", (), False),
-        ("ray.core.generated.autoscaler_pb2", "autoscaler_is_there", (), False),
-        ("ray.util.client", "is_client", (), False),
-        ("ray._private.utils.get_ray_address_file", "cluster_file", (), None),
-        ("ray._raylet.GcsClient", "connect_to_head", ("127.0.0.1:1",), None),
-    ],
-)
-def test_a_part_that_is_missing(monkeypatch, missing, function, arguments, fallback):
-    """Each function has a fallback for a version of Ray without the part that it uses."""
-    if missing in sys.modules:
-        monkeypatch.setitem(sys.modules, missing, None)
-    else:
-        monkeypatch.delattr(missing)
-    assert getattr(private, function)(*arguments) == fallback
+from fairlead_placement.extension import autoscaler_is_there, collect, drain_deadlines
 
 
 def test_drain_deadlines(monkeypatch):
@@ -51,7 +16,6 @@ def test_drain_deadlines(monkeypatch):
     state = SimpleNamespace(get_draining_nodes=lambda: {"a": 1_500, "b": 0})
     monkeypatch.setattr(ray._private.state, "state", state)
     assert drain_deadlines() == {"a": 1.5, "b": float("inf")}
-    assert draining_nodes() == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -75,47 +39,6 @@ def test_what_autoscalers_report(monkeypatch, version, ids, types, is_there):
     client = SimpleNamespace(get_cluster_status=status.SerializeToString, internal_kv_get=lambda key, namespace: report)
     monkeypatch.setattr(ray._private.worker, "global_worker", SimpleNamespace(gcs_client=client))
     assert autoscaler_is_there() is is_there
-
-
-def test_raylets(monkeypatch):
-    """A process that exits while it is looked at is left out, and without psutil there are none."""
-    psutil = pytest.importorskip("psutil")  # Ray brings it along, in a folder that it adds to the path.
-
-    class Process:
-        def name(self):
-            raise psutil.NoSuchProcess(1)
-
-    monkeypatch.setattr(psutil, "process_iter", lambda: [Process()])
-    assert private.list_raylets() == []
-
-
-def test_visible_gpus(monkeypatch):
-    """A node whose GPUs are 0, 1, ... reports none. A node without Fairlead can read them, as the code is sent."""
-    monkeypatch.delattr(ray._private.worker.global_worker, "original_visible_accelerator_ids", raising=False)
-    assert private.visible_gpus() is None
-    assert b"original_visible_accelerator_ids" in ray.cloudpickle.dumps(gpus.visible_gpus)
-
-
-@pytest.mark.parametrize("missing", ["the switch", "the module"])
-def test_never_connect(monkeypatch, missing):
-    """A Ray without the switch is left as it is."""
-    monkeypatch.delattr(auto_init_hook, "enable_auto_connect")
-    if missing == "the module":
-        monkeypatch.setitem(sys.modules, "ray._private.auto_init_hook", None)
-        monkeypatch.delattr(ray._private, "auto_init_hook")
-    run_in_thread(private.never_connect).result(20)
-    assert not hasattr(auto_init_hook, "enable_auto_connect")
-
-
-class Remote:
-    """A remote class or function of a Ray without the private method, in a process with an environment."""
-
-    def options(self, **options):
-        self.given = options
-        return self
-
-    def remote(self, *args):
-        return args, self.given
 
 
 def test_collect_without_ray():

@@ -11,11 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_placement import Node, ResourceInsufficientError, select_segment_nodes, sort_bundle_indices_by_topology
-from fairlead_placement._plan.topology import node_place, physical_order
+from fairlead_placement._plan.topology import node_place, sort_nodes
 
 
 def node(name, *, labels=None, **total):
     return Node(name, f"10.0.0.{name}", total, total, labels or {})
+
+
+def physical_order(nodes):
+    by_id = {one.node_id: one for one in nodes}
+    return [by_id[node_id] for _, node_id in sort_nodes({one.node_id: node_place(one) for one in nodes})]
 
 
 def test_physical_order():
@@ -200,28 +205,3 @@ def test_bundles_never_interleave(nodes, segment_size, gpus_per_node, shuffle):
         whole = len(complete) // segment_size * segment_size if domain else 0
         assert len(left.intersection(complete)) == whole
     assert len(kept) == sum(nodes[name][2] for name in left)
-
-
-@given(placed, st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=True))
-def test_segments_are_whole_or_refused(nodes, segment_size, segments, shuffle):
-    """Either the domains provide that many unmixed segments of distinct nodes, or the call is refused."""
-    topology = {name: (domain, rank) for name, (domain, rank, _) in nodes.items()}
-    sizes = {}
-    for domain, _ in topology.values():
-        if domain:
-            sizes[domain] = sizes.get(domain, 0) + 1
-    possible = sum(size // segment_size for size in sizes.values())
-    if possible < segments:
-        with pytest.raises(ResourceInsufficientError, match=f"Cannot form {segments} segments .* but only {possible}"):
-            select_segment_nodes(topology, segment_size, segments * segment_size)
-        return
-
-    selected, remaining = select_segment_nodes(topology, segment_size, segments * segment_size)
-
-    assert sorted(selected + remaining) == sorted(topology)
-    assert len(selected) == segments * segment_size
-    for start in range(0, len(selected), segment_size):
-        (domain,) = {topology[name][0] for name in selected[start : start + segment_size]}
-        assert domain
-    again = dict(shuffle.sample(list(topology.items()), len(topology)))
-    assert select_segment_nodes(again, segment_size, segments * segment_size) == (selected, remaining)

@@ -7,7 +7,8 @@ import types
 
 import pytest
 
-from fairlead_placement._nodes.agent_process import NodeAgent, take_sample
+from fairlead_placement._nodes.agent_process import NodeAgent
+from fairlead_placement._nodes.usage import take_sample
 
 
 class Nvml(types.ModuleType):
@@ -60,22 +61,16 @@ def test_peaks(nvml):
     assert (take_sample(second)[4], take_sample(second)[5]) == (None, 3)
 
 
-def test_no_nvml(monkeypatch):
-    """Without nvidia-ml-py there are no figures of GPUs."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert take_sample()[4] is None
-
-
 def test_a_driver_that_does_not_return(nvml, eventually):
     """While the driver of a GPU does not return, an agent shows its last sample (seam: pynvml)."""
     agent = NodeAgent()
-    agent.memory("watcher")
+    agent.memory("watcher", 30.0)
     nvml.returns.clear()
     assert nvml.is_late.wait(60)
     try:
-        before = agent.memory("watcher")
-        assert before == agent.memory("watcher")
+        before = agent.memory("watcher", 30.0)
+        assert before == agent.memory("watcher", 30.0)
     finally:
         nvml.returns.set()
-    assert eventually(lambda: agent.memory("watcher")[5] > before[5])
+    assert eventually(lambda: agent.memory("watcher", 30.0)[5] > before[5])
     agent.release(["watcher"])

@@ -8,14 +8,12 @@ import contextlib
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from fairlead_placement import Slot
-from fairlead_sharding import NamedSharding
-from fairlead_workergroup import Place, _world
+from fairlead_workergroup import _world
 from fairlead_workergroup._calls.call import Call
 from fairlead_workergroup._membership import operations, slots
 from fairlead_workergroup._membership.core import Core
@@ -23,9 +21,7 @@ from fairlead_workergroup._membership.losses import find_losses
 from fairlead_workergroup._model import GroupState, Member
 from fairlead_workergroup._remote import facts as remote_facts
 from fairlead_workergroup._start.launch import late_error, start_error
-from fairlead_workergroup._start.layout import lay_out
-from fairlead_workergroup._start.worker_class import Method, WorkerClass, describe_class
-from fairlead_workergroup._transport.replies import Request
+from fairlead_workergroup._start.worker_class import WorkerClass, describe_class
 from fairlead_workergroup._world import Deadline
 
 if TYPE_CHECKING:

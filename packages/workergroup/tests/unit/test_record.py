@@ -44,8 +44,6 @@ def read(record):
     return read_record(record._file)
 
 
-
-
 def test_content(record):
     """It shows an idle worker, a busy one, its progress, and an idle one again; times are seconds before now."""
     assert (read(record)["method"], read(record)["calls"], read(record)["step"]) == (None, 0, None)

@@ -7,28 +7,25 @@ when it dies; what it held is lost, and whoever holds it is told.
 
 import contextlib
 import functools
-import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from .._model import group_pairs
-from .._ray_private import actor_id_of, block_shutdown, collect, connection, create_actor
+from .._ray_private import block_shutdown, collect, connection, create_actor
 from ..exceptions import PlacementError, PlacementTimeoutError
 from . import agent_process
-from .background import Job, run_in_thread
+from .background import run_in_thread
 from .functions import explain_failure
-from .head import ask_head, head_deadline, refuse_client
+from .head import ask_head, head_deadline
 
-# Called on a background thread when an agent dies, with its node, the names that it held for this function, and why.
-OnLoss = Callable[[str, Sequence[str], str], object]
-logger = logging.getLogger(__name__)
+# Called on a background thread after an agent has died, with its node, the names that it held, and why.
+OnLoss = Callable[[str, Collection[str], str], object]
 
 AGENT_NAME_PREFIX = "fairlead-agent-"
 # All processes find the agent of an owner's own node there, whatever namespace they are in.
@@ -39,10 +36,8 @@ _DEAD = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
 _GONE = (*_DEAD, ray.exceptions.ActorUnavailableError)
 # The first and the longest pause before a request is repeated.
 PAUSES_S = (0.05, 1.0)
-# While the head is silent, `ray.kill` of an agent that the head does not know yet waits for it.
-KILL_S = 0.5
-# For the request to Ray's head that creates an agent whose answer nothing waits for.
-PUBLISH_S = 10.0
+# The pause before a loss is reported: agents may die one after the other, as on a node that drains.
+REPORT_S = 1.0
 # For an agent, whose process may have to start.
 ANSWER_S = 60.0
 # fairlead-placement need not be installed on the nodes.
@@ -51,12 +46,12 @@ ray.cloudpickle.register_pickle_by_value(agent_process)
 
 @dataclass(eq=False)
 class _Agent:
-    """An agent of this process, and what it holds by name, with what is called when it dies."""
+    """An agent of this process, and the names of what it holds."""
 
     node_id: str
     on: object | None  # the connection to Ray
     handle: Any  # None once it is killed
-    holds: dict[str, OnLoss | None]
+    holds: set[str]
     end: Any = None  # of a request that ends with the agent
     is_known: bool = False  # whether it has answered, so that the head knows it
 
@@ -66,6 +61,8 @@ _lock = threading.RLock()
 _agents: dict[str, _Agent] = {}
 # The thread that has it creates agents. Others wait for it until their own deadlines.
 _creating = threading.RLock()
+# Each looks for its own among the names that an agent has held.
+listeners: list[OnLoss] = []
 
 
 @functools.cache
@@ -84,7 +81,7 @@ def ask_agents(
     names: Mapping[str, Collection[str]],
     *,
     timeout_s: float = ANSWER_S,
-    on_loss: OnLoss | None = None,
+    wait: bool = True,
 ) -> dict[str, Any]:
     """Send a request to the agent of each node at once; return by node id the answer, or the exception.
 
@@ -93,7 +90,7 @@ def ask_agents(
         arguments: its arguments, by node id. An agent that is missing is created.
         names: what the agents hold for this request, by node id. They live until all of it is released.
         timeout_s: seconds that all of it may take.
-        on_loss: called if an agent dies that holds some of the names.
+        wait: whether to wait for the answers; else only errors are returned that are known at once.
     """
     deadline, pause = time.monotonic() + timeout_s, PAUSES_S[0]
     answers: dict[str, Any] = {}
@@ -102,19 +99,18 @@ def ask_agents(
         try:
             with head_deadline(max(0.0, deadline - time.monotonic())):
                 agents = _get_agents({node_id: names[node_id] for node_id in left}, deadline)
-            found = _send(method, agents, arguments, deadline)
+            found = _send(method, agents, arguments, deadline if wait else 0.0)
         except (PlacementError, ray.exceptions.RayError) as error:
             return answers | dict.fromkeys(left, error)
-        for node_id, (_, failure) in found.items():
-            if failure is None and not _note(agents[node_id], names[node_id], on_loss):
-                found[node_id] = None, ray.exceptions.ActorDiedError()
+        if not wait:
+            break
         answers |= _explain_all(method, timeout_s, found)
         is_over = time.monotonic() >= deadline
         # A name that was released in the meantime is not held again.
         left = [
             node_id
             for node_id, (_, failure) in found.items()
-            if not is_over and _is_own(failure, _GONE) and agents[node_id].holds.keys() >= {*names[node_id]}
+            if not is_over and _is_own(failure, _GONE) and agents[node_id].holds.issuperset(names[node_id])
         ]
         if left:
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
@@ -122,69 +118,35 @@ def ask_agents(
     return answers
 
 
-def send_to_agents(
-    method: str, arguments: Mapping[str, Sequence[Any]], names: Mapping[str, Collection[str]], on_loss: OnLoss
-) -> None:
-    """Send the same without waiting for the answers, within `PUBLISH_S`."""
-    with head_deadline(PUBLISH_S):
-        agents = _get_agents(names, time.monotonic() + PUBLISH_S)
-    for node_id, agent in agents.items():
-        _note(agent, names[node_id], on_loss)
-    _send(method, agents, arguments, time.monotonic())
-
-
-def ask_present(method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> dict[str, Any]:
-    """Send a request to those agents of some nodes that this process has; return their answers as `ask_agents` does."""
-    agents = _present(arguments)
-    found = _send(method, agents, arguments, time.monotonic() + timeout_s) if agents else {}
-    return _explain_all(method, timeout_s, found)
-
-
 def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> dict[str, Exception]:
     """Release what agents hold, and end the agents that hold nothing else.
 
     Returns:
-        By node id, why an agent that is alive did not answer in time. It releases the names later.
+        By node id, why an agent that still holds something did not answer in time. It releases the names later.
     """
-    agents = _present(names)
-    requests = {node_id: ([*names[node_id]],) for node_id in agents}
+    here, found = connection(), dict[str, Any]()
+    with _lock:
+        agents = {node_id: _agents[node_id] for node_id in names.keys() & _agents.keys() if _agents[node_id].on is here}
     try:
-        answers = ask_present("release", requests, timeout_s=timeout_s)
+        if agents:
+            requests = {node_id: ([*names[node_id]],) for node_id in agents}
+            found = _send("release", agents, requests, time.monotonic() + timeout_s)
     finally:
-        ending = [job for node_id, agent in agents.items() if (job := _leave(agent, names[node_id])) is not None]
-        until = time.monotonic() + KILL_S
-        for job in ending:
-            job.over.wait(max(0.0, until - time.monotonic()))
-    # One that held nothing else has been ended, and with it what it held.
-    left = nodes_with()
-    late = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception) and node_id in left}
-    return {node_id: error for node_id, error in late.items() if not isinstance(error.__cause__, _DEAD)}
+        for node_id, agent in agents.items():
+            _leave(agent, names[node_id])
+    left = {node_id: outcome for node_id, outcome in found.items() if agents[node_id].holds}
+    late = {node_id: outcome for node_id, outcome in left.items() if outcome[1] and not _is_own(outcome[1], _DEAD)}
+    return _explain_all("release", timeout_s, late)
 
 
-def nodes_with(name: str | None = None) -> list[str]:
-    """Return the nodes on which this process holds something by a name, or anything."""
+def nodes_with(name: str) -> list[str]:
+    """Return the nodes on which this process holds something by a name."""
     with _lock:
-        return [node_id for node_id, agent in _agents.items() if name is None or name in agent.holds]
-
-
-def used_agents() -> set[str]:
-    """Return the actor ids of the agents that hold something for this process."""
-    with _lock:
-        handles = [agent.handle for agent in _agents.values() if agent.handle is not None and agent.holds]
-    return {actor_id_of(handle) for handle in handles}
-
-
-def _present(node_ids: Iterable[str]) -> dict[str, _Agent]:
-    """Return the agents of some nodes that this process has."""
-    here = connection()
-    with _lock:
-        found = {node_id: agent for node_id in node_ids if (agent := _agents.get(node_id)) is not None}
-    return {node_id: agent for node_id, agent in found.items() if agent.on is here and agent.handle is not None}
+        return [node_id for node_id, agent in _agents.items() if name in agent.holds]
 
 
 def _get_agents(names: Mapping[str, Collection[str]], deadline: float) -> dict[str, _Agent]:
     """Return the agents of nodes by node id, to hold names from now on. Create those that are missing."""
-    refuse_client()
     if not _creating.acquire(timeout=max(0.0, deadline - time.monotonic())):
         raise PlacementTimeoutError(
             f"The agents of node(s) {', '.join(names)} were not created in time, because another thread still waits "
@@ -199,22 +161,17 @@ def _get_agents(names: Mapping[str, Collection[str]], deadline: float) -> dict[s
                 missing = [node_id for node_id in names if node_id not in _agents]
                 if not missing:
                     for node_id, held in names.items():
-                        _agents[node_id].holds = dict.fromkeys(held) | _agents[node_id].holds
+                        _agents[node_id].holds.update(held)
                     return {node_id: _agents[node_id] for node_id in names}
-            _create({node_id: names[node_id] for node_id in missing}, here)
+            request = f"start the agents of node(s) {', '.join(missing[:3])}"
+            handles = ask_head(request, lambda node_ids: [*map(_create_actor, node_ids)], missing, undo=_kill)
+            for node_id, handle in zip(missing, handles, strict=True):
+                agent = _Agent(node_id, here, handle, set(names[node_id]))
+                _watch(agent)
+                with _lock:
+                    _agents[node_id] = agent
     finally:
         _creating.release()
-
-
-def _create(names: Mapping[str, Collection[str]], here: object | None) -> None:
-    first, *others = names
-    request = f"start the agent of node {first[:8]}{f' and of {len(others)} more' if others else ''}"
-    handles = ask_head(request, lambda: [_create_actor(node_id) for node_id in names], undo=_kill)
-    for (node_id, held), handle in zip(names.items(), handles, strict=True):
-        agent = _Agent(node_id, here, handle, dict.fromkeys(held))
-        _watch(agent)
-        with _lock:
-            _agents[node_id] = agent
 
 
 def _create_actor(node_id: str) -> Any:
@@ -255,43 +212,34 @@ def _watch(agent: _Agent) -> None:
 
 
 def _lose(agent: _Agent, why: str) -> None:
-    """Forget an agent that has died, and call whoever held something there, on a background thread."""
+    """Forget an agent that has died, and report that on a background thread if something was held there."""
     with _lock:
         if _agents.get(agent.node_id) is not agent:
             return
         del _agents[agent.node_id]
-        lost = group_pairs((on_loss, name) for name, on_loss in agent.holds.items() if on_loss is not None)
-    reason = " ".join(why.split("\n\t")[0].split())
 
     def report() -> None:
-        for on_loss, names in lost.items():
-            try:
-                on_loss(agent.node_id, names, reason)
-            except Exception:
-                logger.exception("Cannot restore what the agent of node %s held", agent.node_id[:8])
+        time.sleep(REPORT_S)
+        with _lock:
+            now = _agents.get(agent.node_id)
+            lost = agent.holds - (now.holds if now else set())  # without what has been requested again
+        for listener in listeners:
+            listener(agent.node_id, lost, " ".join(why.split("\n\t")[0].split()))
 
-    if lost:
+    if agent.holds:
         run_in_thread(report)
 
 
-def _note(agent: _Agent, names: Collection[str], on_loss: OnLoss | None) -> bool:
-    """Note whom to call if an agent dies that holds names, unless they are released; return False if it has died."""
+def _leave(agent: _Agent, names: Collection[str]) -> None:
+    """Note that an agent does not hold names any more, and end it if it holds nothing else."""
     with _lock:
-        held = [name for name in names if name in agent.holds]
-        agent.holds.update(dict.fromkeys(held, on_loss))
-        return not held or _agents.get(agent.node_id) is agent
-
-
-def _leave(agent: _Agent, names: Collection[str]) -> Job[None] | None:
-    """Note that an agent does not hold names any more; if it holds nothing else, end it, and return the job of that."""
-    with _lock:
-        for name in names:
-            agent.holds.pop(name, None)
+        agent.holds.difference_update(names)
         if agent.holds or _agents.get(agent.node_id) is not agent or agent.handle is None:
-            return None
+            return
         del _agents[agent.node_id]
         handles, agent.handle = [agent.handle], None
-    return run_in_thread(_kill, handles, agent.is_known) if agent.on is connection() else None
+    # Not on this thread: while the head is silent, it waits for an agent that the head does not know yet.
+    run_in_thread(_kill, handles, agent.is_known)
 
 
 def _send(
@@ -319,12 +267,14 @@ def _is_own(error: Exception | None, kinds: tuple[type[Exception], ...]) -> bool
 
 def _explain_all(method: str, limit_s: float, found: Mapping[str, tuple[Any, Exception | None]]) -> dict[str, Any]:
     """Return by node id the answer, or the error that says what to do."""
-    answers: dict[str, Any] = {}
-    for node_id, (answer, error) in found.items():
-        late = (
-            f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. "
-            "Its process may be starting on a very busy node: try again, or look at the node."
+    advice = "Its process may be starting on a very busy node: try again, or look at the node."
+    return {
+        node_id: answer
+        if error is None
+        else explain_failure(
+            error,
+            f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. {advice}",
+            f"The agent of node {node_id} could not do {method!r}",
         )
-        failed = f"The agent of node {node_id} could not do {method!r}"
-        answers[node_id] = answer if error is None else explain_failure(error, late, failed)
-    return answers
+        for node_id, (answer, error) in found.items()
+    }

@@ -89,13 +89,11 @@ class NodeAgent:
         """
         if all(one in self._held for one in lease_ids):
             return [self._held[one][0] for one in lease_ids], 0, 0
-        size = high - low + 1
-        start = (self._next - low) % size
-        mine = {port for port, _ in self._held.values()}
-        found: dict[int, socket.socket] = {}
-        in_use = 0
-        others = (port for step in range(size) if (port := low + (start + step) % size) not in mine)
-        while len(found) < len(lease_ids) and (port := next(others, 0)):
+        mine, found, in_use = {port for port, _ in self._held.values()}, dict[int, socket.socket](), 0
+        start = low + (self._next - low) % (high - low + 1)
+        for port in (*range(start, high + 1), *range(low, start)):
+            if port in mine or len(found) == len(lease_ids):
+                continue
             if (held := _hold(port)) is None:
                 in_use += 1
             else:
@@ -105,13 +103,8 @@ class NodeAgent:
                 held.close()
             return [], sum(low <= port <= high for port in mine), in_use
         self._held.update(zip(lease_ids, found.items(), strict=True))
-        ports = list(found)
-        self._next = ports[-1] + 1
-        return ports, 0, 0
-
-    def leased(self) -> list[int]:
-        """Return the leased ports, in ascending order."""
-        return sorted(port for port, _ in self._held.values())
+        self._next = max(found) + 1
+        return list(found), 0, 0
 
     def publish(self, key: str, version: int, value: Any) -> None:
         """Publish a value, in place of an older one with this key."""
@@ -127,17 +120,15 @@ class NodeAgent:
         """Return the values whose keys begin with a prefix, in the order of the keys."""
         return {key: value for key, (_, value) in sorted(self._published.items()) if key.startswith(prefix)}
 
-    def memory(self, watcher: str) -> Sample:
+    def memory(self, watcher: str, timeout_s: float) -> Sample:
         """Return the latest sample of the node's memory; one is taken each second until all watchers are released."""
         self._watchers.add(watcher)
         if self._sampler is None or not self._sampler.is_alive():
-            self._sample = None
-            self._is_sampled.clear()
             # A GPU's driver that does not return blocks this thread, and no other request.
             self._sampler = threading.Thread(target=self._keep_sampling, name="fairlead-memory", daemon=True)
             self._sampler.start()
-        if not self._is_sampled.wait(FIRST_SAMPLE_S) or self._sample is None:
-            raise TimeoutError(f"No sample of the node's memory within {FIRST_SAMPLE_S:g} s. Look at its GPUs.")
+        if not self._is_sampled.wait(timeout_s) or self._sample is None:
+            raise TimeoutError(f"No sample of the node's memory within {timeout_s:g} s. Look at its GPUs.")
         return self._sample
 
     def _keep_sampling(self) -> None:

@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from .._ray_private import never_connect
+from .._ray_private import connection, never_connect
+from ..exceptions import PlacementError
 
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
@@ -58,30 +59,19 @@ class OneTimeEvent:
 
 @dataclass(eq=False)
 class Job(Generic[_T]):
-    """A function on a background thread.
+    """A function on a background thread."""
 
-    Attributes:
-        began: when it was called, by `time.monotonic`.
-        future: what it returns.
-        over: happens a moment later, when the thread holds no references any more: Ray must not be shut down while a
-            thread drops some.
-    """
-
-    began: float
+    began: float  # by `time.monotonic`
+    on: object | None = None  # the connection to Ray for which it is called; None for any
     future: Future[_T] = field(default_factory=Future)
+    # When the thread holds no references any more: Ray must not be shut down while a thread drops some.
     over: OneTimeEvent = field(default_factory=OneTimeEvent)
 
     def result(self, timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:
-        """Wait for the function, and return what it returns.
+        """Return what the function returns, or raise its exception; a TimeoutError if it is late, and goes on.
 
-        Args:
-            timeout_s: the seconds to wait.
-            undo: reverts what the function did if it returns after this call has ended. After an interrupt this call
-                waits for the function as long as it would have.
-
-        Raises:
-            TimeoutError: the function did not return in time. It continues in the background.
-            Exception: any exception of the function.
+        `undo` reverts what the function did if it returns after this call has ended. After an interrupt this call
+        waits for the function as long as it would have.
         """
         ends = time.monotonic() + timeout_s
         try:
@@ -108,21 +98,24 @@ _pool = _Pool()
 os.register_at_fork(after_in_child=_pool.__init__)  # type: ignore[misc]  # a fork has no threads at first
 
 
-def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO, when_idle: bool = False) -> Job[_T]:
+def run_in_thread(
+    function: Callable[..., _T], *args: Any, name: str = IO, on: object | None = None, when_idle: bool = False
+) -> Job[_T]:
     """Call a function on a thread that never starts a Ray and does not keep the process alive; return the job.
 
     Args:
         function: the function.
         args: its arguments.
         name: the name of the thread until it returns.
+        on: the connection to Ray without which the function is not called; None if it needs none.
         when_idle: wait until a thread has nothing to do, and start none: the garbage collector may request that at any
             moment. The function calls `claim_thread` before anything that takes time.
     """
-    job: Job[_T] = Job(time.monotonic())
+    job: Job[_T] = Job(time.monotonic(), on)
     if when_idle or claim_thread():
         _pool.work.put((name, job, function, args))
     else:
-        _call(job.future, function, *args)
+        _call(job, function, *args)
         job.over.set()
     return job
 
@@ -144,11 +137,13 @@ def claim_thread(*, is_needed: bool = True) -> bool:
     return True
 
 
-def _call(future: Future[_T], function: Callable[..., _T], *args: Any) -> None:
+def _call(job: Job[_T], function: Callable[..., _T], *args: Any) -> None:
     try:
-        future.set_result(function(*args))
+        if job.on is not None and connection() != job.on:
+            raise PlacementError("Ray was shut down before a request was sent to its head. Connect to it again.")
+        job.future.set_result(function(*args))
     except BaseException as error:  # noqa: BLE001  whoever waits raises it
-        future.set_exception(error)
+        job.future.set_exception(error)
 
 
 def _serve() -> None:
@@ -157,7 +152,7 @@ def _serve() -> None:
     is_kept = True
     while is_kept:
         me.name, job, function, args = _pool.work.get()
-        _call(job.future, function, *args)
+        _call(job, function, *args)
         me.name, over = IO, job.over
         del job, function, args
         if is_kept := _pool.idle.qsize() < IDLE_KEPT:
@@ -170,14 +165,14 @@ def run_each(function: Callable[[_Item], _T], items: Sequence[_Item], at_once: i
 
     Return the future of each result. A call that has not begun can be cancelled.
     """
-    futures: list[Future[_T]] = [Future() for _ in items]
-    left = iter([(future, contextvars.copy_context(), item) for future, item in zip(futures, items, strict=True)])
+    jobs: list[Job[_T]] = [Job(time.monotonic()) for _ in items]
+    left = iter([(job, contextvars.copy_context(), item) for job, item in zip(jobs, items, strict=True)])
 
     def serve() -> None:
-        for future, context, item in left:  # `next` of a list's iterator is atomic
-            if future.set_running_or_notify_cancel():
-                _call(future, context.run, function, item)
+        for job, context, item in left:  # `next` of a list's iterator is atomic
+            if job.future.set_running_or_notify_cancel():
+                _call(job, context.run, function, item)
 
     for _ in range(min(at_once, len(items))):
         run_in_thread(serve)
-    return futures
+    return [job.future for job in jobs]

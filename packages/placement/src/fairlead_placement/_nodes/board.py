@@ -3,8 +3,7 @@
 
 import contextlib
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,12 +12,12 @@ import ray
 
 from .._ray_private import collect, connection
 from ..exceptions import PlacementError
-from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_agents, board_prefix, nodes_with, release, send_to_agents
+from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_agents, board_prefix, listeners, nodes_with, release
 from .head import ask_head, refuse_client
 
 logger = logging.getLogger(__name__)
-# The pause before what an agent had is published again. Agents may die one after the other, as on a node that drains.
-AGAIN_S = 1.0
+# For the request to Ray's head that creates an agent.
+PUBLISH_S = 10.0
 # What this process has published, by key: the connection to Ray, the version and the value.
 _published: dict[str, tuple[object | None, int, Any]] = {}
 
@@ -55,36 +54,36 @@ def publish(key: str, version: int, value: Any) -> None:
     _send(key, version, value)
 
 
-def _send(key: str, version: int, value: Any) -> None:
+def _send(key: str, version: int, value: Any, timeout_s: float = PUBLISH_S, *, wait: bool = False) -> list[Any]:
+    """Send a publication to the agent of this node; return its answer if that is awaited, or the error."""
     try:
         node_id = ray.get_runtime_context().get_node_id()
-    except RuntimeError:  # another thread has shut Ray down, so that nobody can read it
-        return
-    try:
-        send_to_agents("publish", {node_id: (key, version, value)}, {node_id: (key,)}, _publish_again)
-    except (PlacementError, ray.exceptions.RayError) as error:
-        logger.warning("Cannot publish %s, so other processes do not see its latest state: %s", key, error)
+    except RuntimeError as error:  # another thread has shut Ray down, so that nobody can read it
+        return [error]
+    request, names = {node_id: (key, version, value)}, {node_id: (key,)}
+    answers = [*ask_agents("publish", request, names, timeout_s=timeout_s, wait=wait).values()]
+    if answers and not wait:
+        logger.warning("Cannot publish %s, so other processes do not see its latest state: %s", key, *answers)
     if key not in _published:  # another thread has withdrawn it in the meantime
-        release({node_id: (key,)}, timeout_s=0.0)
+        withdraw(key)
+    return answers
 
 
-def _publish_again(node_id: str, keys: Sequence[str], why: str) -> None:
-    logger.info("The agent of node %s has died, and what it had is published again: %s", node_id[:8], why)
-    time.sleep(AGAIN_S)
-    for key in keys:
+def _publish_again(node_id: str, names: Collection[str], why: str) -> None:
+    for key in names:
         if (published := _published.get(key)) is not None:
+            logger.info("The agent of node %s has died, and %s is published again: %s", node_id[:8], key, why)
             _send(key, *published[1:])
+
+
+listeners.append(_publish_again)
 
 
 def await_published(key: str, *, timeout_s: float) -> bool:
     """Wait until the agent has what was published under a key last; return whether it has within the time."""
     if (published := _published.get(key)) is None:
         return False  # it has been withdrawn since
-    node_id = ray.get_runtime_context().get_node_id()
-    request, names = {node_id: (key, *published[1:])}, {node_id: (key,)}
-    answer = ask_agents("publish", request, names, timeout_s=timeout_s, on_loss=_publish_again)[node_id]
-    if key not in _published:
-        withdraw(key)
+    (answer,) = _send(key, *published[1:], timeout_s, wait=True)
     return not isinstance(answer, Exception)
 
 
@@ -100,18 +99,19 @@ def find_boards(job_id: str = "", owner: str = "") -> list[Board]:
     Raises:
         HeadTimeoutError: Ray's head did not answer within `head_deadline`.
     """
-    return ask_head("list the boards", _find_boards, board_prefix(job_id, owner) if owner else AGENT_NAME_PREFIX)
+    prefix = board_prefix(job_id, owner) if owner else AGENT_NAME_PREFIX
 
+    def find() -> list[Board]:
+        boards = []
+        for row in ray.util.list_named_actors(all_namespaces=True):
+            if row["namespace"] == NAMESPACE and (name := row["name"]).startswith(prefix):
+                # It has ended since, or its name is that of another version.
+                with contextlib.suppress(ValueError):
+                    its_job, its_owner, _ = name.removeprefix(AGENT_NAME_PREFIX).split("-")
+                    boards.append(Board(its_job, its_owner, name, ray.get_actor(name, namespace=NAMESPACE)))
+        return boards
 
-def _find_boards(prefix: str) -> list[Board]:
-    boards = []
-    for row in ray.util.list_named_actors(all_namespaces=True):
-        if row["namespace"] == NAMESPACE and row["name"].startswith(prefix):
-            # It has ended since, or its name is that of another version.
-            with contextlib.suppress(ValueError):
-                job_id, owner, _ = row["name"].removeprefix(AGENT_NAME_PREFIX).split("-")
-                boards.append(Board(job_id, owner, row["name"], ray.get_actor(row["name"], namespace=NAMESPACE)))
-    return boards
+    return ask_head("list the boards", find)
 
 
 def read_boards(boards: Sequence[Board], prefix: str, *, timeout_s: float) -> dict[Board, dict[str, Any] | Exception]:

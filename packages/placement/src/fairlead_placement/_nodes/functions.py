@@ -17,11 +17,8 @@ from ..exceptions import PlacementError, PlacementTimeoutError
 from .background import run_in_thread
 from .head import ask_head, head_deadline, refuse_client
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
-# Of a task, which is never repeated.
-OPTIONS = {"num_cpus": 0, "max_retries": 0}
-# A machine with 10,000 processes has listed its raylets by then. A search takes half of the time of its caller at most.
-FIND_S = 1.0
 # Whether this process sees the processes of a node, by its id, and the connection for which that is known.
 _seen: tuple[object | None, dict[str, bool]] = (None, {})
 
@@ -43,36 +40,45 @@ def run_on_nodes(
     Returns:
         By node id, what the function returned there, or the exception with which it failed, which is not raised.
     """
-    deadline = time.monotonic() + timeout_s
-    here = find_here(arguments, within_s=min(FIND_S, timeout_s / 2))
+    refuse_client()
+    deadline, here = time.monotonic() + timeout_s, find_here(arguments)
     jobs = {node_id: run_in_thread(function, *args) for node_id, args in arguments.items() if node_id in here}
     elsewhere = {node_id: args for node_id, args in arguments.items() if node_id not in here}
     answers: dict[str, Any] = run_in_tasks(function, elsewhere, timeout_s=max(0.0, deadline - time.monotonic()))
     for node_id, job in jobs.items():
-        if not job.over.wait(max(0.0, deadline - time.monotonic())):
-            late = ray.exceptions.GetTimeoutError(f"No answer within {timeout_s:g} s.")
-            answers[node_id] = _explain(function, node_id, timeout_s, late)
-        elif (error := job.future.exception()) is None:
-            answers[node_id] = job.future.result()
-        else:
-            answers[node_id] = _explain(function, node_id, timeout_s, error)
+        is_over = job.over.wait(max(0.0, deadline - time.monotonic()))
+        error = job.future.exception() if is_over else ray.exceptions.GetTimeoutError()
+        answers[node_id] = job.future.result() if error is None else _explain(function, node_id, timeout_s, error)
     return {node_id: answers[node_id] for node_id in arguments}
 
 
-def find_here(node_ids: Iterable[str], *, within_s: float = FIND_S) -> frozenset[str]:
-    """Return those nodes whose processes this process sees by the same pids, and may read; those known in time."""
+def find_here(node_ids: Iterable[str]) -> frozenset[str]:
+    """Return those nodes whose processes this process sees by the same pids, and may read."""
     global _seen
     here, wanted = connection(), set(node_ids)
     if _seen[0] is not here:
         _seen = here, {}
     known = _seen[1]
     if not wanted <= known.keys():  # a node that runs has a raylet, so a look is enough for its life
-        try:
-            found = {raylet.node_id for raylet in run_in_thread(list_raylets).result(within_s)}
-        except TimeoutError:
-            return frozenset(node_id for node_id in wanted if known.get(node_id))
+        found = {raylet.node_id for raylet in list_raylets()}
         known.update((node_id, node_id in found) for node_id in wanted)
     return frozenset(node_id for node_id in wanted if known[node_id])
+
+
+def run_in_tasks(
+    function: Callable[..., _T], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float
+) -> dict[str, _T | Exception]:
+    """Call a function in a worker process of Ray on each node; else as `run_on_nodes`."""
+    pins = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in arguments}
+    options = {node_id: {"scheduling_strategy": pin} for node_id, pin in pins.items()}
+    try:
+        outcomes = run_tasks(function, arguments, options, timeout_s=timeout_s)
+    except (PlacementError, ray.exceptions.RayError) as error:
+        return dict.fromkeys(arguments, error)
+    return {
+        node_id: answer if error is None else _explain(function, node_id, timeout_s, error)
+        for node_id, (answer, error) in outcomes.items()
+    }
 
 
 @functools.cache
@@ -85,42 +91,38 @@ def _remote() -> Any:
     return ray.remote(call)
 
 
-def run_in_tasks(
-    function: Callable[..., _T], arguments: Mapping[str, Sequence[Any]], *, timeout_s: float
-) -> dict[str, _T | Exception]:
-    """Call a function in a worker process of Ray on each node; else as `run_on_nodes`."""
+def run_tasks(
+    function: Callable[..., _T],
+    arguments: Mapping[_K, Sequence[Any]],
+    options: Mapping[_K, Mapping[str, Any]],
+    *,
+    timeout_s: float,
+) -> dict[_K, tuple[Any, Exception | None]]:
+    """Call a function in a task for each key, without the environment of the job; return each result with its error.
+
+    The options are Ray's, besides `num_cpus=0`. The error of a task that is late is a `GetTimeoutError`.
+    """
     if not arguments:
         return {}
-    refuse_client()
-    deadline = time.monotonic() + timeout_s
-    code = ray.cloudpickle.dumps(function)
-    tasks: dict[str, Any] = {}
+    deadline, code = time.monotonic() + timeout_s, ray.cloudpickle.dumps(function)
+    tasks: dict[_K, Any] = {}
 
-    def start() -> dict[str, Any]:
-        pins = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in arguments}
+    def start() -> dict[_K, Any]:
         return {
-            node_id: start_task(_remote(), (code, *args), **OPTIONS, scheduling_strategy=pins[node_id])
-            for node_id, args in arguments.items()
+            key: start_task(_remote(), (code, *args), num_cpus=0, max_retries=0, **options[key])
+            for key, args in arguments.items()
         }
 
     try:
         with head_deadline(timeout_s):
-            started = ask_head("send a function to nodes", start, undo=_drop)
-        tasks.update(started)
-        del started
-        sends = {node_id: functools.partial(tasks.get, node_id) for node_id in tasks}
-        answers = collect(sends, deadline - time.monotonic())
-    except (PlacementError, ray.exceptions.RayError) as error:
-        return dict.fromkeys(arguments, error)
+            tasks.update(ask_head("send a function to nodes", start, undo=_drop).items())
+        sends = {key: functools.partial(tasks.get, key) for key in tasks}
+        return collect(sends, deadline - time.monotonic())
     finally:
         _drop(tasks)
-    return {
-        node_id: answer if error is None else _explain(function, node_id, timeout_s, error)
-        for node_id, (answer, error) in answers.items()
-    }
 
 
-def _drop(tasks: dict[str, Any]) -> None:
+def _drop(tasks: dict[Any, Any]) -> None:
     """Drop the references to tasks, while Ray cannot be shut down."""
     with block_shutdown():
         tasks.clear()
@@ -130,8 +132,9 @@ def _explain(function: Callable[..., Any], node_id: str, limit_s: float, error: 
     name = f"The function {getattr(function, '__name__', function)!r}"
     # sys.exit on a thread ends nothing else.
     if isinstance(error, ray.exceptions.WorkerCrashedError) or not isinstance(error, Exception):
-        ended = f"{name} ended its process on node {node_id}. It was called once, and is not called again."
-        return _cause(PlacementError(ended), error)
+        return PlacementError(
+            f"{name} ended its process on node {node_id}. It was called once, and is not called again."
+        )
     late = (
         f"{name} has not returned on node {node_id} within {limit_s:.3g} s. The node may be very busy, or its raylet "
         "stopped: try again, or look at the node."
@@ -145,11 +148,6 @@ def explain_failure(error: Exception, late: str, failed: str) -> Exception:
     if isinstance(error, ray.exceptions.RayTaskError) or not isinstance(error, ray.exceptions.RayError):
         return error
     if isinstance(error, ray.exceptions.GetTimeoutError):
-        return _cause(PlacementTimeoutError(late), error)
+        return PlacementTimeoutError(late)
     gone = "If the node is gone, `replace_lost_nodes()` of its cluster reserves others."
-    return _cause(PlacementError(f"{failed}: {error}. {gone}"), error)
-
-
-def _cause(explained: PlacementError, error: BaseException) -> PlacementError:
-    explained.__cause__ = error
-    return explained
+    return PlacementError(f"{failed}: {error}. {gone}")

@@ -7,7 +7,6 @@ background thread, and may outlive the call. While one outlives it, requests lik
 
 import contextlib
 import contextvars
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -16,8 +15,8 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from .._model import Node, group_pairs
-from .._plan.topology import physical_order
-from .._ray_private import ALIVE_S, connection, drain_deadlines, free_per_node, is_client, live_actors
+from .._plan.topology import node_place, sort_nodes
+from .._ray_private import connection, drain_deadlines, free_per_node, is_client, live_actors
 from .._show import ResourceHolder
 from ..exceptions import HeadTimeoutError, PlacementError
 from .background import Job, run_in_thread
@@ -26,13 +25,14 @@ _T = TypeVar("_T")
 # The limit of methods that have none of their own.
 HEAD_S = 30.0
 # A request gets this long even after the deadline: a reservation that takes only what is free now (0 s) makes some too.
-# So everything ends less than a second after its deadline.
 LEAST_S = 0.9
+# To report which nodes are alive, if the caller can do without the answer.
+ALIVE_S = 5.0
 # The first pause of a wait for a change.
 POLL_S = 0.01
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("fairlead_head_deadline")
-# Requests whose callers have stopped waiting, with their connections, by their description.
-_late: dict[str, tuple[object, Job[Any]]] = {}
+# Requests whose callers have stopped waiting, by their description.
+_late: dict[str, Job[Any]] = {}
 CLIENT_REMEDY = (
     "Run the driver on a node of the cluster, with address='host:port' of the cluster's head, or submit it as a job "
     "with `ray job submit`."
@@ -66,7 +66,7 @@ def head_deadline(timeout_s: float | None = None) -> Iterator[None]:
 def head_is_silent(for_s: float = 0.0) -> bool:
     """Return whether a request whose caller has stopped waiting is under way, and has been for some seconds."""
     here, before = connection(), time.monotonic() - for_s
-    return any(on is here and job.began <= before and not job.over.is_set() for on, job in [*_late.values()])
+    return any(job.on is here and job.began <= before and not job.over.is_set() for job in [*_late.values()])
 
 
 def ask_head(
@@ -104,27 +104,21 @@ def ask_head(
         return function(*args)
     ends = began + timeout_s
 
-    @functools.wraps(function)
-    def send() -> _T:
-        if connection() != here:
-            raise PlacementError("Ray was shut down before a request was sent to its head. Connect to it again.")
-        return function(*args)
-
     try:
-        on, late = _late.get(request, (None, None))
-        if late is not None and on is here and not late.over.is_set():
+        late = _late.get(request)
+        if late is not None and late.on is here and not late.over.is_set():
             # One caller waits for as long as another one: the head has been silent since the first of them asked.
             began = late.began
             if not late.over.wait(max(0.0, began + timeout_s - time.monotonic())):
                 raise TimeoutError
-        job = run_in_thread(send)
+        job = run_in_thread(function, *args, on=here)
         try:
             return job.result(max(0.0, ends - time.monotonic()), undo)
         except BaseException:
             if not job.over.is_set():
-                for other in [name for name, (_, other) in [*_late.items()] if other.over.is_set()]:
+                for other in [name for name, other in [*_late.items()] if other.over.is_set()]:
                     _late.pop(other, None)
-                _late[request] = here, job
+                _late[request] = job
             raise
     except ray.exceptions.RayTaskError:
         raise  # of a task, not of the head
@@ -151,10 +145,7 @@ def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float 
 
 
 def alive_nodes(*, timeout_s: float | None = None) -> frozenset[str]:
-    """Return the ids of the nodes that Ray considers alive, including those that are draining.
-
-    `timeout_s` and errors are as for `ask_head`.
-    """
+    """Return the ids of the nodes that Ray considers alive, including those that are draining, as `ask_head` does."""
     rows = ask_head("list the nodes", ray.nodes, timeout_s=timeout_s)
     return frozenset(row["NodeID"] for row in rows if row["Alive"])
 
@@ -180,38 +171,32 @@ def read_nodes(*, with_free: bool = True) -> tuple[Node, ...]:
     """
     if not ray.is_initialized():
         raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
-    free, leaving, rows = ask_head(
-        "list the nodes and what is free on them",
-        lambda: (free_per_node() if with_free else None, drain_deadlines(), ray.nodes()),
-    )
-    return tuple(
-        physical_order(
-            Node(
-                node_id=row["NodeID"],
-                ip=row["NodeManagerAddress"],
-                total=row["Resources"],
-                # A node that has just joined is listed before Ray knows what is free there. Until then, nothing is.
-                free=row["Resources"] if free is None else free.get(row["NodeID"], {}),
-                labels=row.get("Labels") or {},
-            )
-            for row in rows
-            if row["Alive"] and row["NodeID"] not in leaving
+    free = ask_head("read what is free on the nodes", free_per_node) if with_free else {}
+    leaving = ask_head("list the nodes that are draining", drain_deadlines)
+    nodes = {
+        row["NodeID"]: Node(
+            node_id=row["NodeID"],
+            ip=row["NodeManagerAddress"],
+            total=row["Resources"],
+            # A node that has just joined is listed before Ray knows what is free there. Until then, nothing is.
+            free=free.get(row["NodeID"], {}) if with_free else row["Resources"],
+            labels=row.get("Labels") or {},
         )
-    )
+        for row in ask_head("list the nodes", ray.nodes)
+        if row["Alive"] and row["NodeID"] not in leaving
+    }
+    ordered = sort_nodes({node_id: node_place(node) for node_id, node in nodes.items()})
+    return tuple(nodes[node_id] for _, node_id in ordered)
 
 
 def read_holders() -> tuple[ResourceHolder, ...]:
-    """Return the placement groups that hold resources, and the actors that hold resources outside of any group.
-
-    Errors are as for `ask_head`.
-    """
+    """Return the placement groups that hold resources, and the actors that do outside of any, as `ask_head` does."""
     groups, actors = ask_head("list who holds resources", lambda: (placement_group_table(), live_actors()))
     holders = []
     for group_id, row in groups.items():
-        if row["state"] == "REMOVED":
-            continue
         placed = group_pairs((node_id, row["bundles"][at]) for at, node_id in row["bundles_to_node_id"].items())
-        if bundles := {node_id: tuple(held) for node_id, held in placed.items() if node_id}:
+        bundles = {node_id: tuple(held) for node_id, held in placed.items() if node_id}
+        if bundles and row["state"] != "REMOVED":
             # The id ends with that of the job. Only the state API reports it, which needs a dashboard.
             holders.append(ResourceHolder("placement group", row["name"], group_id, group_id[-8:], bundles))
     for actor in actors:

@@ -2,11 +2,10 @@
 """Leases ports of nodes, which the agents of this process hold."""
 
 import contextlib
-import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import ray
@@ -14,7 +13,7 @@ import ray
 from .._model import group_pairs
 from .._slot import Slot
 from ..exceptions import PortUnavailableError
-from .agent import ANSWER_S, ask_agents, release
+from .agent import ANSWER_S, ask_agents, listeners, nodes_with, release
 from .head import choose_alive
 
 logger = logging.getLogger(__name__)
@@ -22,6 +21,8 @@ logger = logging.getLogger(__name__)
 # Below the ephemeral range of every operating system, above the ports reserved for root.
 PORT_LOW = 1400
 PORT_HIGH = 1999
+# The leases of this process by their ids, which are the names that the agents hold.
+_leases: dict[str, "PortLease"] = {}
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,16 @@ def lease_ports(
     low: int = PORT_LOW,
     high: int = PORT_HIGH,
     timeout_s: float = ANSWER_S,
-    on_loss: Callable[[Sequence[PortLease], str], object] | None = None,
 ) -> tuple[tuple[PortLease, ...], ...]:
     """Lease `count` ports on the node of each slot, with one request to each node, all at once.
+
+    If the agent that holds them dies, they are lost, with a warning in the log.
 
     Args:
         slots: the slots on whose nodes ports are leased. Several slots of one node get different ports.
         count: ports per slot.
         low, high: the first and the last port of the range.
         timeout_s: seconds that all of it may take. An agent that has to start takes about one.
-        on_loss: called on a background thread if an agent dies, with the leases that are lost and why it died. The
-            default writes a warning to the log.
 
     Returns:
         For each slot, its leases.
@@ -94,8 +94,7 @@ def lease_ports(
     leased: dict[str, PortLease] = {}
     try:
         requests = {node_id: (its, low, high) for node_id, its in ids.items()}
-        report = functools.partial(_report, leased, on_loss or _warn)
-        for node_id, answer in ask_agents("lease", requests, ids, timeout_s=timeout_s, on_loss=report).items():
+        for node_id, answer in ask_agents("lease", requests, ids, timeout_s=timeout_s).items():
             if isinstance(answer, Exception):
                 raise answer
             ports, held, in_use = answer
@@ -108,32 +107,30 @@ def lease_ports(
         # A lease whose answer never arrives is released too.
         release(ids, timeout_s=max(0.0, deadline - time.monotonic()))
         raise
+    _leases.update(leased)
     return tuple(tuple(leased[lease.lease_id] for lease in leases) for leases in wanted)
 
 
-def _report(
-    leased: Mapping[str, PortLease],
-    on_loss: Callable[[Sequence[PortLease], str], object],
-    node_id: str,
-    lease_ids: Sequence[str],
-    why: str,
-) -> None:
-    if lost := [leased[lease_id] for lease_id in lease_ids if lease_id in leased]:
-        on_loss(lost, why)
+def _warn(node_id: str, names: Collection[str], why: str) -> None:
+    """Say that leases are lost with the agent of their node."""
+    if lost := [lease for name in names if (lease := _leases.pop(name, None)) is not None]:
+        logger.warning(
+            "The leases of port(s) %s on node %s (%s) are lost, because the node's agent has died: %s. A server that "
+            "listens there is not affected, but others can take the ports now. Lease others for what is still to "
+            "start.",
+            ", ".join(str(port) for port in sorted(lease.port for lease in lost)),
+            node_id[:8],
+            lost[0].address,
+            why,
+        )
 
 
-def _warn(lost: Sequence[PortLease], why: str) -> None:
-    logger.warning("%s", describe_lost(lost, why))
+listeners.append(_warn)
 
 
-def describe_lost(lost: Sequence[PortLease], why: str) -> str:
-    """Return the text for leases that are lost with the agent of their node."""
-    ports = ", ".join(str(lease.port) for lease in lost)
-    return (
-        f"The leases of port(s) {ports} on node {lost[0].node_id[:8]} ({lost[0].address}) are lost, because the node's "
-        f"agent has died: {why}. A server that listens there is not affected, but others can take the ports now. Lease "
-        "others for what is still to start."
-    )
+def leased_ports() -> list[PortLease]:
+    """Return the leases of this process."""
+    return [lease for lease in [*_leases.values()] if nodes_with(lease.lease_id)]
 
 
 def check_range(low: int, high: int) -> None:
@@ -151,6 +148,8 @@ def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -
             and those of this node will be as soon as the agent has answered or ended.
     """
     per_node = group_pairs((lease.node_id, lease.lease_id) for lease in leases)
+    for lease in leases:
+        _leases.pop(lease.lease_id, None)
     if not per_node or not ray.is_initialized():
         return  # the agents ended with the connection, and their sockets with them
     late = release(per_node, timeout_s=timeout_s)

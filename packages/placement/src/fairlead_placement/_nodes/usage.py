@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .agent import ANSWER_S, ask_agents, release
-from .agent_process import take_sample
+from .agent_process import FIRST_SAMPLE_S, take_sample
 from .functions import run_on_nodes
 from .head import alive_nodes, choose_alive, head_deadline
 
@@ -51,10 +51,17 @@ class NodeUsage:
     sampled_at: float
 
 
+def watch(node_ids: Iterable[str], watcher: str) -> None:
+    """Have the agents of nodes take a sample for a watcher each second until `unwatch`, without waiting for them."""
+    names = dict.fromkeys(node_ids, (watcher,))
+    for error in ask_agents("memory", dict.fromkeys(names, (watcher, 0.0)), names, wait=False).values():
+        raise error
+
+
 def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage, ...]:
     """Return the memory of each node that is alive, in the order given; a PlacementError if one does not answer.
 
-    Agents take a sample for the watcher each second until `unwatch`; without a watcher this is the only one.
+    With a watcher it is from the latest sample of the agents, as for `watch`; without one, this is the only sample.
     """
     with head_deadline():
         alive = alive_nodes()
@@ -62,19 +69,20 @@ def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage,
     if watcher is None:
         answers: dict[str, Any] = run_on_nodes(take_sample, dict.fromkeys(asked, ()), timeout_s=ANSWER_S)
     else:
-        answers = ask_agents("memory", dict.fromkeys(asked, (watcher,)), dict.fromkeys(asked, (watcher,)))
+        names = dict.fromkeys(asked, (watcher,))
+        answers = ask_agents("memory", dict.fromkeys(asked, (watcher, FIRST_SAMPLE_S)), names)
     failed = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception)}
     for node_id in choose_alive(failed) if failed else ():
         raise failed[node_id]
-    return tuple(_read_node(node_id, row) for node_id, row in answers.items() if node_id not in failed)
+    usage = []
+    for node_id in asked:
+        if node_id not in failed:
+            total, used, available, peak, gpus, samples, sampled_at = answers[node_id]
+            on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
+            usage.append(NodeUsage(node_id, total, used, available, peak, on_gpus, samples, sampled_at))
+    return tuple(usage)
 
 
 def unwatch(node_ids: Iterable[str], watcher: str) -> None:
     """Have no more samples taken for a watcher on some nodes. Can be repeated. A silent agent is left alone."""
     release(dict.fromkeys(node_ids, (watcher,)), timeout_s=10.0)
-
-
-def _read_node(node_id: str, row: Sequence[Any]) -> NodeUsage:
-    total, used, available, peak, gpus, samples, sampled_at = row
-    on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
-    return NodeUsage(node_id, total, used, available, peak, on_gpus, samples, sampled_at)

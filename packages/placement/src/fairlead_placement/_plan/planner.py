@@ -27,7 +27,7 @@ class Decision(NamedTuple):
 
 
 def decide(
-    asks: Sequence[Ask], nodes: Sequence[Node], *, own_nodes: bool = False, segment_size: int | None = None
+    asks: Sequence[Ask], nodes: Sequence[Node], own_nodes: bool = False, segment_size: int | None = None
 ) -> Decision:
     """Place requests of one strategy, with one label selector, on nodes in physical order, by what is free there.
 
@@ -104,9 +104,7 @@ class Site:
         if segment_size is not None:
             places = self._place_in_segments(segment_size)
         else:
-            places = self._place_in_order(self.asks, everywhere)
-            if places is None:
-                places = self._place_largest_first(self.asks, everywhere, shared=False)
+            places = self._place_apart(self.asks, everywhere)
             if places is None and not self.own_nodes:
                 places = self._place_largest_first(self.asks, everywhere, shared=True)
         if places is None:
@@ -140,8 +138,8 @@ class Site:
             for resource in range(len(units[0][0]) if units else 0)
         )
 
-    def _place_in_order(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
-        """Place each logical node, in order, on the first node that no other one uses."""
+    def _place_apart(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
+        """Place each logical node on a node of its own: in order on the first one, or else the largest first."""
         places: Places = {}
         used: set[int] = set()
         # A node that is too small for a shape stays so, and a used node stays used. So each shape walks the nodes once.
@@ -154,7 +152,7 @@ class Site:
                     places[ask.node_idx] = position
                     break
             else:
-                return None
+                return self._place_largest_first(asks, positions, shared=False)
         return places
 
     def _place_largest_first(self, asks: Sequence[Ask], positions: Sequence[int], *, shared: bool) -> Places | None:
@@ -211,10 +209,7 @@ class Site:
             # A domain that lacks room for a group stays so for all groups like it.
             first, before = (first if needed == before else 0), needed
             for index in range(first, len(domains)):
-                inside = self._place_in_order(block, domains[index])
-                if inside is None:
-                    inside = self._place_largest_first(block, domains[index], shared=False)
-                if inside is not None:
+                if (inside := self._place_apart(block, domains[index])) is not None:
                     break
             else:
                 return None

@@ -7,7 +7,7 @@ A *domain* is a set of nodes with a fast interconnect between them; a node witho
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from .._model import Node, check_positive, group_pairs
@@ -16,13 +16,6 @@ from ..exceptions import ResourceInsufficientError
 logger = logging.getLogger(__name__)
 # What a node without a domain may be labelled with.
 UNKNOWN = "unknown"
-
-
-def physical_order(nodes: Iterable[Node]) -> list[Node]:
-    """Sort all nodes of a cluster by topology domain, rank in the domain, and node id."""
-    by_id = {node.node_id: node for node in nodes}
-    ordered = _sort_nodes({node_id: node_place(node) for node_id, node in by_id.items()})
-    return [by_id[node_id] for _, node_id in ordered]
 
 
 def node_place(node: Node) -> tuple[str, int]:
@@ -79,7 +72,7 @@ def select_segment_nodes(
     check_positive("num_nodes", num_nodes)
     if num_nodes % segment_size:
         raise ValueError(f"num_nodes must be divisible by segment_size, got {num_nodes} nodes and {segment_size}")
-    ordered = _sort_nodes({node_id: _place(node_id, *place) for node_id, place in topology.items()})
+    ordered = sort_nodes({node_id: _place(node_id, *place) for node_id, place in topology.items()})
     domains = group_pairs(entry for entry in ordered if entry[0])
     selected: list[str] = []
     for nodes in domains.values():
@@ -136,7 +129,7 @@ def sort_bundle_indices_by_topology(
         if places.setdefault(node_id, place) != place:
             raise ValueError(f"node {node_id} is in two places: (domain, rank) {places[node_id]} and {place}")
         bundles.setdefault(node_id, []).append((accelerator_order(gpu_id), index))
-    ordered = _sort_nodes(places)
+    ordered = sort_nodes(places)
     nodes = [node_id for _, node_id in ordered]
     if segment_size is not None and gpus_per_node is not None:
         complete = group_pairs(entry for entry in ordered if entry[0] and len(bundles[entry[1]]) >= gpus_per_node)
@@ -158,7 +151,7 @@ def _place(node_id: str, domain: str | None, rank: float | None) -> tuple[str, f
     return "" if domain in (None, UNKNOWN) else domain, rank or 0
 
 
-def _sort_nodes(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]]:
+def sort_nodes(places: Mapping[str, tuple[str, float]]) -> list[tuple[str, str]]:
     """Return the (domain, node id) of nodes in physical order, from the (domain, rank) of each node id.
 
     Domains are ordered by the lowest rank of their nodes, then by name. Nodes without a domain come first. The node id

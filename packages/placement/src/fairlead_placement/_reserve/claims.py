@@ -35,9 +35,6 @@ class SlotClaim:
     # Weak: the registration must not keep a dropped group alive.
     _group: Callable[[], object | None]
 
-    def __repr__(self) -> str:
-        return f"SlotClaim({self.holder!r}, {len(self._keys)} slots)"
-
     def release(self) -> None:
         """Release the slots. Can be repeated."""
         with _lock:
@@ -61,16 +58,16 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
     """
     reference = (lambda: None) if group is None else weakref.ref(group)
     claim = SlotClaim(holder, frozenset(slot.key for slot in slots), reference)
-    if (full := _enter(claim, slots)) is not None:
+    try:
+        _enter(claim, slots)
+    except ResourceInsufficientError:
         wait_for_dropped(30.0)  # a dropped group is ended in the background, within about 20 s at worst
-        full = _enter(claim, slots)
-    if full is not None:
-        raise full
+        _enter(claim, slots)
     return claim
 
 
-def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError | None:
-    """Register a claim in every slot, or return the error that names the holders of a full one."""
+def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> None:
+    """Register a claim in every slot, or raise the error that names the holders of a full one."""
     with _lock:
         for slot in slots:
             claims = _held.get(slot.key, {})
@@ -79,7 +76,7 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
                 is_single = slot.capacity == 1
                 # `enable_colocation` makes room for two groups. It changes nothing if there is room for more.
                 wider = "enable_colocation=True" if is_single else f"max_colocated_worker_groups={slot.capacity + 1}"
-                return ResourceInsufficientError(
+                raise ResourceInsufficientError(
                     f"{claim.holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the "
                     f"bundle has room for {slot.capacity} worker group{'' if is_single else 's'}, and {names} "
                     f"{'is' if is_single else 'are'} there. Shut {names if is_single else 'one of them'} down, or "
@@ -89,7 +86,6 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> ResourceInsufficientError
             _held.setdefault(key, {})[claim] = None
         if (group := claim._group()) is not None:
             _groups.setdefault(id(group), group)
-    return None
 
 
 def groups_on(slots: Sequence[Slot]) -> list[Any]:

@@ -26,7 +26,6 @@ EXIT_S = 2.0
 # The functions of what has been dropped and is not returned yet, in the order of the drops.
 _dropped: collections.deque[list[Callable[[], Any]]] = collections.deque()
 _turn = threading.Lock()  # only the thread that has it returns something
-_closed = threading.Event()
 
 
 def release_when_dropped(owner: object, leak: Callable[[], str], release: Callable[[], object]) -> None:
@@ -48,7 +47,7 @@ def wait_for_dropped(timeout_s: float) -> bool:
     if not (last := [*_dropped]):
         return True
     claim_thread(is_needed=False)  # a fork has none
-    return wait_until(lambda: _closed.is_set() or not last[-1], time.monotonic() + timeout_s)
+    return wait_until(lambda: not last[-1], time.monotonic() + timeout_s)
 
 
 def _drop(functions: list[Callable[[], Any]]) -> None:
@@ -59,7 +58,7 @@ def _drop(functions: list[Callable[[], Any]]) -> None:
 def _return_dropped() -> None:
     """Return what has been dropped, one object after the other, unless another thread is about to."""
     claim_thread()
-    while _dropped and not _closed.is_set() and _turn.acquire(blocking=False):
+    while _dropped and _turn.acquire(blocking=False):
         try:
             if _dropped:
                 _release(*_dropped[0])
@@ -78,17 +77,11 @@ def _release(leak: Callable[[], str], give_back: Callable[[], object]) -> None:
         finally:  # also where warnings are errors
             give_back()
     except BaseException as error:  # noqa: BLE001  whatever a release raises: nobody waits for it
-        if connection() is ray_before and not _closed.is_set():
+        if connection() is ray_before:
             logger.warning("Returning what a dropped object held failed: %s: %s", type(error).__name__, error)
-
-
-def _stop() -> None:
-    """Release nothing more, and wait a moment for the releases that are under way."""
-    _closed.set()
-    wait_until(lambda: not _turn.locked(), time.monotonic() + EXIT_S)
 
 
 # A fork holds nothing of what its parent has dropped.
 os.register_at_fork(after_in_child=_dropped.clear)
-# After Ray's own hook, so that it runs before it.
-atexit.register(_stop)
+# After Ray's own hook, so that it runs before it: no release begins any more, and one that is under way has a moment.
+atexit.register(_turn.acquire, timeout=EXIT_S)

@@ -22,7 +22,7 @@ from .._plan.planner import decide
 from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
 from .groups import Placed, Refusal, Reserved, create_groups, place, remove, remove_on_error
-from .slots import accelerator_ids
+from .slots import LEAST_S, accelerator_ids
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ def take_gpus(
             return (), missing
         remove([fillers[gpu] for gpu in ids])
         placed = place(request, {ask.node_idx: (node.node_id,) * ask.count}, deadline=deadline) or ()
-        got = {gpu for held in accelerator_ids(placed, deadline=deadline) for bundle in held for gpu in bundle["GPU"]}
-        if placed and got != ids:  # another request was faster
+        (held,) = accelerator_ids(placed, timeout_s=max(LEAST_S, deadline - time.monotonic())) or [[]]
+        if placed and {gpu for bundle in held for gpu in bundle["GPU"]} != ids:  # another request was faster
             remove([reserved.group for reserved in placed])
             return (), ids
     return placed, frozenset()
@@ -87,15 +87,10 @@ def _examine_idle(request: Request, nodes: Sequence[Node], owned: Ids) -> Verdic
     asks = []
     for ask in request.asks:
         whole = {name: amount * ask.count for name, amount in ask.bundle.items()}
-        asks.append(replace(ask, count=1, bundle=whole | _as_resources(request.gpu_ids[ask.node_idx])))
-    totals = [{**node.total, **_as_resources(owned[node.node_id])} for node in nodes]
-    return decide(
-        asks, [replace(node, total=all_, free=all_) for node, all_ in zip(nodes, totals, strict=True)]
-    ).verdict
-
-
-def _as_resources(gpu_ids: Iterable[str]) -> dict[str, float]:
-    return {f"GPU id {gpu_id}": 1.0 for gpu_id in gpu_ids}
+        asks.append(replace(ask, count=1, bundle=whole | dict.fromkeys(request.gpu_ids[ask.node_idx], 1.0)))
+    totals = [{**node.total, **dict.fromkeys(owned[node.node_id], 1.0)} for node in nodes]
+    idle = [replace(node, total=total, free=total) for node, total in zip(nodes, totals, strict=True)]
+    return decide(asks, idle).verdict
 
 
 def _refuse(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdict) -> Refusal:
@@ -106,10 +101,9 @@ def _refuse(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdic
         if missing := request.gpu_ids[ask.node_idx].difference(*owned.values()):
             why = f"No node has GPU {_ids(missing)}, asked for logical node {ask.node_idx}: {listed}."
             return Refusal(why, "Ask for ids that one node has (gpu_ids).", "impossible")
-    is_proven = verdict == "impossible"
+    found = "The cluster cannot hold" if verdict == "impossible" else "No arrangement on the cluster was found for"
     return Refusal(
-        f"{'The cluster cannot hold' if is_proven else 'No arrangement on the cluster was found for'} "
-        f"{len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: {listed}.",
+        f"{found} {len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: {listed}.",
         "The GPUs of a logical node must be on one node, which needs what else is asked for (see below).",
         verdict,
     )
@@ -164,5 +158,5 @@ def hold_free_gpus(node: Node, deadline: float) -> Iterator[dict[str, PlacementG
         # GPUs that were free in sum but not as a whole, or that others have taken since, must not be taken later.
         remove([group for group, node_ids in groups.items() if node_ids is None])
         placed = [Reserved(group, (0,), node_ids, (bundle,)) for group, node_ids in groups.items() if node_ids]
-        ids = accelerator_ids(placed, deadline=deadline)
+        ids = accelerator_ids(placed, timeout_s=max(LEAST_S, deadline - time.monotonic()))
         yield {held["GPU"][0]: filler.group for filler, (held,) in zip(placed, ids, strict=True)}

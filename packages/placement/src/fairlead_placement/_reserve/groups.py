@@ -3,6 +3,8 @@
 
 import contextlib
 import functools
+import logging
+import math
 import re
 import time
 import uuid
@@ -20,6 +22,7 @@ from .._nodes.head import alive_nodes, ask_head, wait_until
 from .._ray_private import abandoned_groups, connection, free_per_node
 from ..exceptions import PlacementError, PlacementTimeoutError
 
+logger = logging.getLogger(__name__)
 # Ray has at least so many seconds to place groups for which the nodes have room: a raylet may be busy.
 PLACING_S = 30.0
 # A group that lacks room for this long has lost a race. Ray's own views of what is free differ for some moments.
@@ -58,11 +61,6 @@ class Refusal:
     verdict: Verdict = "taken"
     of_gpus: bool = False  # whether others hold exactly the GPUs that were named
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether the nodes could hold the request if nothing else ran there."""
-        return self.verdict == "taken"
-
 
 def allow() -> None:
     """Continue to wait."""
@@ -79,23 +77,25 @@ def place(
     """Create the groups of a request. Return None, with nothing left behind, if Ray cannot place them.
 
     `plan` has the node ids of each logical node, and is empty if Ray chooses the nodes. The rest is as for
-    `wait_placed`.
+    `create_groups`.
     """
-    described, numbers = [], []
+    described: list[dict[str, Any]] = []
+    numbers: list[tuple[int, ...]] = []
     for batch in [request.asks] if request.unified and request.asks else [(ask,) for ask in request.asks]:
-        # When a node is lost, Ray parks a pinned group: it does not look for another node, nor spin its scheduler.
-        options: dict[str, Any] = {} if plan else {"strategy": batch[0].strategy}
-        options["name"] = f"{request.name or 'fairlead'}-{batch[0].node_idx}"
         bundles = [(ask, index) for ask in batch for index in range(ask.count)]
-        options["bundles"] = [dict(ask.bundle) for ask, _ in bundles]
-        options["bundle_label_selector"] = [
-            # Ray does not accept a space in a condition.
-            {"ray.io/node-id": plan[ask.node_idx][index]}
-            if plan
-            else {key: text.replace(" ", "") for key, text in ask.labels.items()}
-            for ask, index in bundles
-        ]
-        described.append(options)
+        # Ray does not accept a space in a condition.
+        labels = {key: condition.replace(" ", "") for key, condition in batch[0].labels.items()}
+        described.append(
+            {
+                "name": f"{request.name or 'fairlead'}-{batch[0].node_idx}",
+                # When a node is lost, Ray parks a pinned group: it looks for no other node, nor spins its scheduler.
+                "strategy": "PACK" if plan else batch[0].strategy,
+                "bundles": [dict(ask.bundle) for ask, _ in bundles],
+                "bundle_label_selector": [
+                    {"ray.io/node-id": plan[ask.node_idx][index]} if plan else labels for ask, index in bundles
+                ],
+            }
+        )
         numbers.append(tuple(ask.node_idx for ask, _ in bundles))
     placed = create_groups(described, deadline=deadline, check=check, grace_s=grace_s)
     if None in placed.values():
@@ -112,79 +112,55 @@ def create_groups(
     check: Check = allow,
     grace_s: float | None = NO_ROOM_S,
 ) -> dict[PlacementGroup, tuple[str, ...] | None]:
-    """Create groups from Ray's options, and wait as `wait_placed` does; return the node ids of the bundles of each.
-
-    They are None for a group that Ray has not placed, which the caller removes. If this fails, all groups are removed.
-    """
-    made: list[PlacementGroup] = []
-    try:
-        try:
-            for options in described:
-                # Ray refuses a second group of one name.
-                named = {**options, "name": options["name"] and f"{options['name']}-{uuid.uuid4().hex[:8]}"}
-                create = functools.partial(placement_group, **named)
-                made.append(ask_head("create placement groups", create, undo=_remove_late))
-                _mine[made[-1].id.hex()] = None
-        finally:
-            # Also if it failed: Ray may never free the resources of a group that is removed while it is placed.
-            placed = wait_placed(made, deadline=deadline, check=check, grace_s=grace_s)
-    except BaseException:
-        remove(made)
-        raise
-    return dict(zip(made, placed, strict=True))
-
-
-def _remove_late(group: PlacementGroup) -> None:
-    """Remove a group whose creation is not awaited any more."""
-    # If a group is removed while its node prepares a bundle, Ray (2.60) may never free the bundle's resources.
-    try:
-        ids = {group.id.hex()}
-        wait_until(
-            lambda: all(row["stats"]["scheduling_state"] != "QUEUED" for row in _rows(ids)),
-            time.monotonic() + PLACING_S,
-        )
-    finally:
-        if (here := connection()) is not None:
-            _remove([group], here, time.monotonic())
-
-
-def wait_placed(
-    groups: Sequence[PlacementGroup], *, deadline: float, check: Check, grace_s: float | None
-) -> list[tuple[str, ...] | None]:
-    """Wait until Ray has placed all groups, or has found no room for one of them.
+    """Create groups from Ray's options, and wait until Ray has placed all of them, or has found no room for one.
 
     Args:
-        groups: the groups.
+        described: the options of each group.
         deadline: when to stop waiting, by `time.monotonic`; Ray always has `PLACING_S`, unless a group lacks room.
         check: is called during the wait, and raises if that should end.
         grace_s: how long a group may lack room; None if it may until the deadline, as nodes are to join for it.
 
     Returns:
-        The node ids of the bundles of each group; None for one that Ray has not placed.
+        The node ids of the bundles of each group. They are None for one that Ray has not placed, which the caller
+        removes. If this fails, all groups are removed.
     """
-    # Ray places a group within two milliseconds, and a look takes one.
-    last, pause = max(deadline, time.monotonic() + PLACING_S), 0.0015
-    placed: dict[str, tuple[str, ...]] = {}
-    pending = {group.id.hex() for group in groups}
-    lacking_since: float | None = None
-    while pending:
-        time.sleep(pause)
-        rows = {row["placement_group_id"]: row for row in ask_head("look at placement groups", _rows, pending)}
-        for group_id, row in rows.items():
-            if row["state"] == "CREATED":
-                placed[group_id] = tuple(row["bundles_to_node_id"][at] for at in range(len(row["bundles"])))
-        pending.difference_update(placed)
-        now = time.monotonic()
-        if all(id_ in rows and rows[id_]["stats"]["scheduling_state"] in _ON_ITS_WAY for id_ in pending):
-            lacking_since = None
-        elif lacking_since is None:
-            lacking_since = now
-        ends = last if lacking_since is None else deadline if grace_s is None else lacking_since + grace_s
-        if not pending or now >= min(last, ends):
-            break
-        check()
-        pause = min(1.5 * pause, 0.25)
-    return [placed.get(group.id.hex()) for group in groups]
+    made: list[PlacementGroup] = []
+    try:
+        for options in described:
+            # Ray refuses a second group of one name.
+            named = {**options, "name": options["name"] and f"{options['name']}-{uuid.uuid4().hex[:8]}"}
+            create = functools.partial(placement_group, **named)
+            made.append(ask_head("create placement groups", create, undo=_remove_late))
+            _mine[made[-1].id.hex()] = None
+        # Ray places a group within two milliseconds, and a look takes one.
+        last, pause = max(deadline, time.monotonic() + PLACING_S), 0.0015
+        placed: dict[str, tuple[str, ...]] = {}
+        pending, lacking_since = {group.id.hex() for group in made}, math.inf
+        while pending:
+            time.sleep(pause)
+            rows = {row["placement_group_id"]: row for row in ask_head("look at placement groups", _rows, pending)}
+            for group_id, row in rows.items():
+                if row["state"] == "CREATED":
+                    placed[group_id] = tuple(row["bundles_to_node_id"][at] for at in range(len(row["bundles"])))
+            pending.difference_update(placed)
+            now = time.monotonic()
+            states = [rows[id_]["stats"]["scheduling_state"] if id_ in rows else "" for id_ in pending]
+            lacks_room = not set(states).issubset(_ON_ITS_WAY)
+            lacking_since = min(lacking_since, now) if lacks_room else math.inf
+            gives_up_at = lacking_since + grace_s if grace_s is not None else deadline if lacks_room else last
+            if not pending or now >= min(last, gives_up_at):
+                break
+            check()
+            pause = min(1.5 * pause, 0.25)
+    except BaseException:
+        remove(made)
+        raise
+    return {group: placed.get(group.id.hex()) for group in made}
+
+
+def _remove_late(group: PlacementGroup) -> None:
+    """Remove a group whose creation is not awaited any more."""
+    _remove([group], connection(), time.monotonic() + PLACING_S)
 
 
 def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
@@ -211,14 +187,21 @@ def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
     return tuple(placed)
 
 
-def find_abandoned() -> dict[PlacementGroup, str]:
-    """Return the groups, with their names, that dead actors of this job have left and that no actor uses."""
+def remove_abandoned() -> bool:
+    """Remove what this job holds for actors that are dead, and return whether there was anything.
+
+    Ray keeps the groups of an actor that was killed until its job ends. One that Ray restarts would wait for itself.
+    """
     left = ask_head("look for groups of dead actors", abandoned_groups)
-    return {
-        PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))): name
-        for group_id, name in left.items()
-        if group_id not in _mine and _NAME.fullmatch(name)
-    }
+    names = {id_: name for id_, name in left.items() if id_ not in _mine and _NAME.fullmatch(name)}
+    if names:
+        logger.warning(
+            "Removing %d placement group(s) that dead actors of this job have left: %s.",
+            len(names),
+            ", ".join(names.values()),
+        )
+        remove([PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))) for group_id in names])
+    return bool(names)
 
 
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:
@@ -238,7 +221,7 @@ def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool
 
     def are_returned() -> bool:
         # The tables show a group as removed before its node has the resources. The node shows them under its id.
-        return not _rows(ids) and not any(_on(free) & ids for free in (free_per_node() or {}).values())
+        return not _rows(ids) and not any(_on(free) & ids for free in free_per_node().values())
 
     # The request has a name of its own: if another removal waits for a silent head, this one must be sent too.
     others = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
@@ -252,11 +235,12 @@ def _remove(groups: Sequence[PlacementGroup], reserved_on: object | None, shown_
     """Remove groups, however long that takes. Groups are gone once their Ray is."""
     ids = {group.id.hex() for group in groups}
     try:
-        # Nodes report with a delay. A group so young that they do not show it yet would look returned at once.
+        # Nodes report with a delay. A group so young that they do not show it yet would look returned at once. If it is
+        # removed while its node prepares a bundle, Ray (2.60) may never free the bundle's resources.
         wait_until(lambda: are_shown(ids), shown_by)
     finally:
         for group in groups:
-            while connection() == reserved_on:
+            while reserved_on is not None and connection() == reserved_on:
                 try:
                     remove_placement_group(group)
                     break
@@ -277,8 +261,7 @@ def remove_on_error(groups: Callable[[], Sequence[PlacementGroup]]) -> Iterator[
 def _rows(ids: AbstractSet[str]) -> list[dict[str, Any]]:
     """Return the rows of Ray's table for those of the groups that are not removed."""
     if len(ids) <= ASKED_ALONE:
-        groups = (PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))) for group_id in ids)
-        rows = [placement_group_table(group) for group in groups]
+        rows = [placement_group_table(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id)))) for group_id in ids]
     else:
         rows = [row for group_id, row in placement_group_table().items() if group_id in ids]
     return [row for row in rows if row and row["state"] != "REMOVED"]
@@ -290,13 +273,13 @@ def _on(free: Mapping[str, float]) -> set[str]:
 
 
 def are_shown(ids: AbstractSet[str]) -> bool:
-    """Return whether the nodes that are alive show the resources of every group that is placed on them."""
+    """Return whether the nodes that are alive show the resources of all groups that Ray has placed or is placing."""
+    rows = _rows(ids)
+    if any(row["stats"]["scheduling_state"] == "QUEUED" for row in rows):
+        return False
     # Each actor takes a thousandth of such a resource, so it is never used up and never absent.
-    placed = [row for row in _rows(ids) if row["state"] == "CREATED"]
-    free = free_per_node()
-    if not placed or free is None:
-        return True
-    alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+    placed = [row for row in rows if row["state"] == "CREATED"]
+    free, alive = free_per_node(), {row["NodeID"] for row in ray.nodes() if row["Alive"]}
     return all(
         row["placement_group_id"] in _on(free.get(node_id, {}))
         for row in placed

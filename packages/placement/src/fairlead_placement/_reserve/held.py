@@ -3,12 +3,10 @@
 
 import contextlib
 import functools
-import logging
 import threading
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,8 +14,8 @@ from ray.util.placement_group import PlacementGroup
 
 from .._model import Request, group_pairs
 from .._nodes.head import alive_nodes, head_deadline
-from .._nodes.ports import PortLease, describe_lost, lease_ports, release_ports
-from .._nodes.usage import NodeUsage, read_usage, unwatch
+from .._nodes.ports import PortLease, lease_ports, release_ports
+from .._nodes.usage import NodeUsage, read_usage, unwatch, watch
 from .._ray_private import connection
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
@@ -25,7 +23,6 @@ from .groups import remove, remove_on_error
 from .slots import number_slots
 from .wait import reserve
 
-logger = logging.getLogger(__name__)
 # Seconds in which Ray has to have the resources back.
 GIVE_BACK_S = 30.0
 
@@ -38,7 +35,6 @@ class Held:
     slots: tuple[Slot, ...]  # in physical order
     # One dictionary for the whole reservation. Any thread adds to it, by single operations.
     leases: dict[PortLease, None] = field(default_factory=dict)
-    watcher: str | None = None  # for which the agents of the nodes sample memory
 
     @property
     def node_ids(self) -> list[str]:
@@ -64,7 +60,7 @@ class Holding:
     """
 
     request: Request
-    monitor_memory: bool = False
+    watcher: str | None = None  # for which the agents of the nodes sample memory
     held: Held | None = None
     # Reentrant: a signal handler may shut the cluster down.
     _changing: Any = field(default_factory=threading.RLock)
@@ -102,18 +98,18 @@ class Holding:
 
     def reserve(self, *, unified: bool) -> None:
         """Reserve, unless that has been done."""
-        request = replace(self.request, unified=unified)
+        request, shutdowns = replace(self.request, unified=unified), self._shutdowns
         with self._change(max(request.timeout_s, request.wait_for_nodes_s), request.timeout_name) as check:
             if self.held is not None:
                 return
-            on, watcher = connection(), uuid.uuid4().hex if self.monitor_memory else None
+            on = connection()
             slots = reserve(request, check=check)
-            self.request = request
-            self.held = Held(on=on, slots=slots, watcher=watcher)
+            self.request, self.held = request, Held(on=on, slots=slots)
             try:
-                check()  # a signal handler may have found nothing to release
-                if watcher is not None:
-                    read_usage(self.held.node_ids, watcher)
+                if self._shutdowns != shutdowns:
+                    self._check(shutdowns)  # a signal handler has found nothing to release
+                if self.watcher is not None:
+                    watch(self.held.node_ids, self.watcher)
             except BaseException:
                 self.give_back()
                 raise
@@ -145,51 +141,43 @@ class Holding:
                     )
                     new += reserve(part, check=check)
                 check()
-                held = self.held = replace(before, slots=number_slots(replace_slots(before.slots, lost, new)))
+                # Each new slot takes the place of a lost one of its logical node.
+                of_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))
+                slots = [of_node[slot.node_idx].pop() if slot in lost else slot for slot in before.slots]
+                held = self.held = replace(before, slots=number_slots(slots))
             self._return(before, held, time.monotonic() + GIVE_BACK_S)  # the ports on the lost nodes
             return tuple(slot for slot, old in zip(held.slots, before.slots, strict=True) if old in lost)
 
     def lease(self, slots: Sequence[Slot], low: int, high: int) -> list[PortLease]:
         """Lease a port on the node of each slot until everything is released."""
-        mine, check = self.held, functools.partial(self._check, self._shutdowns)
-        leases = [lease for (lease,) in lease_ports(slots, low=low, high=high, on_loss=self._note_lost)]
-        try:
-            # First added, then checked: a shutdown either sees them, or is seen.
-            if mine is not None:
-                mine.leases.update(dict.fromkeys(leases))
-            check()
-        except BaseException:
+        mine, shutdowns = self.held, self._shutdowns
+        leases = [lease for (lease,) in lease_ports(slots, low=low, high=high)]
+        if mine is not None:
+            mine.leases.update(dict.fromkeys(leases))
+        # First added, then checked: a shutdown either sees them, or is seen.
+        if self._shutdowns != shutdowns:
             release_ports(leases)
-            raise
+            self._check(shutdowns)
         return leases
 
     def read_usage(self, node_ids: Sequence[str]) -> tuple[NodeUsage, ...]:
         """Return the memory of nodes, whose agents go on sampling it if the cluster monitors memory."""
-        check, watcher = functools.partial(self._check, self._shutdowns), self.held.watcher if self.held else None
+        check = functools.partial(self._check, self._shutdowns)
         try:
-            usage = read_usage(node_ids, watcher)
+            usage = read_usage(node_ids, self.watcher)
             check()
-        except BaseException:
-            # A shutdown may not have seen the agents that this has created.
-            if watcher is not None and (self.held is None or self.held.watcher != watcher):
-                unwatch(node_ids, watcher)
-            raise
-        return usage
-
-    def _note_lost(self, leases: Sequence[PortLease], why: str) -> None:
-        """Say that the agent of a node has died with leases of this cluster."""
-        if (held := self.held) is not None:
-            for lease in leases:
-                held.leases.pop(lease, None)
-        logger.warning("Cluster %r: %s", self.request.name, describe_lost(leases, why))
+            return usage
+        finally:
+            if self.watcher is not None and self.held is None:  # a shutdown may not have seen the agents
+                unwatch(node_ids, self.watcher)
 
     def _return(self, before: Held, held: Held | None, deadline: float) -> bool:
         """Return what was held before and is not any more, and return whether Ray had the resources back in time."""
         slots = held.slots if held else ()
         staying = {slot.node_id for slot in slots}
         try:
-            if before.watcher is not None:  # new nodes are watched from the first `get_resource_usage` on
-                unwatch(set(before.node_ids) - staying, before.watcher)
+            if self.watcher is not None:  # new nodes are watched from the first `get_resource_usage` on
+                unwatch(set(before.node_ids) - staying, self.watcher)
             leases = [lease for lease in list(before.leases) if lease.node_id not in staying]
             for lease in leases:
                 before.leases.pop(lease, None)
@@ -231,25 +219,3 @@ class Holding:
             f"{len(held.groups_of(held.slots))} placement group(s) and {len(held.leases)} port(s). They are returned "
             "in the background. Use the cluster in a with statement, or call shutdown()."
         )
-
-
-def replace_slots(slots: Sequence[Slot], lost: Container[Slot], new: Sequence[Slot]) -> list[Slot]:
-    """Put each new slot in the place of a lost one of its logical node."""
-    of_logical_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))
-    return [of_logical_node[slot.node_idx].pop() if slot in lost else slot for slot in slots]
-
-
-def find_bundles(
-    slots: Sequence[Slot], groups: Sequence[PlacementGroup], pairs: Iterable[tuple[int, int]]
-) -> list[Slot]:
-    """Return the slot of each pair of a number of a placement group and Ray's index of a bundle in it."""
-    by_bundle = {(slot.placement_group.id, slot.bundle_index): slot for slot in slots}
-    chosen = []
-    for pg_idx, bundle_idx in pairs:
-        if not 0 <= pg_idx < len(groups):
-            raise IndexError(f"placement group {pg_idx} of {len(groups)}: valid are 0 to {len(groups) - 1}")
-        slot = by_bundle.get((groups[pg_idx].id, bundle_idx))
-        if slot is None:
-            raise IndexError(f"placement group {pg_idx} has no bundle {bundle_idx}")
-        chosen.append(slot)
-    return chosen

@@ -12,36 +12,27 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .._model import ACCELERATOR_TYPE, PRECISION
-from .._nodes.functions import OPTIONS
-from .._nodes.head import alive_nodes, ask_head, head_deadline, read_nodes
+from .._model import ACCELERATOR_TYPE, PRECISION, check_positive
+from .._nodes.functions import run_tasks
+from .._nodes.head import head_deadline, read_nodes
 from .._plan.topology import accelerator_order
-from .._ray_private import start_task
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
-from .groups import Check, Reserved, allow, read_placed
+from .groups import Reserved, read_placed
 
 # Their ids, by the name of the resource.
 Accelerators = Mapping[str, tuple[str, ...]]
 # A task that reports an id gets this long, even when the reservation's own time is used up: a busy node may need a
 # minute to start a process, and the resources are held by then.
 LEAST_S = 60.0
-# How often a wait for these tasks looks whether it should end.
-LOOK_S = 0.5
 NOT_SHARED = ("CPU", "object_store_memory", ACCELERATOR_TYPE)
 
 
-def slots_of(
-    placed: Sequence[Reserved], capacity: int, *, deadline: float, check: Check = allow, least_s: float = LEAST_S
-) -> tuple[Slot, ...]:
-    """Return the bundles of groups as slots in physical order.
-
-    The deadline is for reading the ids of accelerators, which may take `least_s` in any case; `check` is called
-    meanwhile, and raises if that should end.
-    """
+def slots_of(placed: Sequence[Reserved], capacity: int, *, timeout_s: float) -> tuple[Slot, ...]:
+    """Return the bundles of groups as slots in physical order, within `timeout_s` for the ids of accelerators."""
     accelerators: list[list[Accelerators]] = [[{}] * len(reserved.bundles) for reserved in placed]
     if any(bundle.keys() - {"CPU"} for reserved in placed for bundle in reserved.bundles):
-        accelerators = accelerator_ids(placed, deadline=deadline, check=check, least_s=least_s)
+        accelerators = accelerator_ids(placed, timeout_s=timeout_s)
     nodes = {node.node_id: (position, node) for position, node in enumerate(read_nodes(with_free=False))}
     if gone := {node_id for reserved in placed for node_id in reserved.node_ids} - nodes.keys():
         raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
@@ -85,13 +76,15 @@ def read_slots(
         timeout_s: seconds to wait until the groups are placed and their accelerators are free, whose ids are read.
 
     Raises:
+        ValueError: `max_colocated_worker_groups` is not a positive integer.
         PlacementError: a group has been removed, or is one of another cluster.
         PlacementTimeoutError: a group was not placed, or its accelerators were not free, in time.
     """
+    check_positive("max_colocated_worker_groups", max_colocated_worker_groups)
     deadline = time.monotonic() + timeout_s
     with head_deadline(timeout_s):
         placed = read_placed(placement_groups, deadline=deadline)
-        return slots_of(placed, max_colocated_worker_groups, deadline=deadline, least_s=0.0)
+        return slots_of(placed, max_colocated_worker_groups, timeout_s=max(0.0, deadline - time.monotonic()))
 
 
 def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
@@ -105,56 +98,35 @@ def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     return tuple(numbered)
 
 
-def accelerator_ids(
-    reserved: Sequence[Reserved], *, deadline: float, check: Check = allow, least_s: float = LEAST_S
-) -> list[list[Accelerators]]:
+def accelerator_ids(reserved: Sequence[Reserved], *, timeout_s: float) -> list[list[Accelerators]]:
     """Return the ids of the accelerators of every bundle, by group and bundle index."""
     # Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle with
     # accelerators runs a short task, all at once.
     known = ray.get_runtime_context().get_accelerator_ids().keys()
-    held = {
-        (g, index): kinds
-        for g, group in enumerate(reserved)
-        for index, bundle in enumerate(group.bundles)
-        if (kinds := {kind: amount for kind, amount in bundle.items() if kind in known and amount > 0})
-    }
-    began = time.monotonic()
-    timeout_s = max(least_s, deadline - began)
-    refs = ask_head("start tasks that report the ids of accelerators", _report_ids, reserved, held) if held else {}
-    late = list(refs.values())
-    while late and (left_s := began + timeout_s - time.monotonic()) > 0:
-        _, late = ray.wait(late, num_returns=len(late), timeout=min(LOOK_S, left_s))
-        if late:
-            check()
-            alive_nodes()  # which fails in time if the head is silent
-    if late:
-        raise PlacementTimeoutError(
-            f"The accelerators are reserved, but {len(refs)} tasks that ask for their ids did not finish within "
-            f"{timeout_s:.0f} s. The nodes may be starting processes very slowly; or others, in placement groups of "
-            "theirs, use them. Wait longer (reserve_timeout_s, or timeout_s of replace_lost_nodes or read_slots), "
-            "or look at the nodes."
-        )
-    ids = dict(zip(refs, ray.get(list(refs.values())), strict=True))
-    return [[ids.get((g, index), {}) for index in range(len(group.bundles))] for g, group in enumerate(reserved)]
-
-
-def _report_ids(
-    reserved: Sequence[Reserved], held: Mapping[tuple[int, int], Mapping[str, float]]
-) -> dict[tuple[int, int], Any]:
-    """Start a task in every bundle that has accelerators; return the references by group and bundle index."""
+    options: dict[tuple[int, int], dict[str, Any]] = {}
+    for number, group in enumerate(reserved):
+        for index, bundle in enumerate(group.bundles):
+            held = {kind: amount for kind, amount in bundle.items() if kind in known and amount > 0}
+            place = PlacementGroupSchedulingStrategy(group.group, index)
+            if held:
+                gpus = held.pop("GPU", 0)
+                options[number, index] = {"num_gpus": gpus, "resources": held, "scheduling_strategy": place}
 
     def read_ids() -> dict[str, tuple[str, ...]]:
         return {kind: tuple(ids) for kind, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
 
-    task = ray.remote(read_ids)
-    return {
-        (g, index): start_task(
-            task,
-            (),
-            **OPTIONS,
-            num_gpus=kinds.get("GPU", 0),
-            resources={kind: amount for kind, amount in kinds.items() if kind != "GPU"},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved[g].group, index),
-        )
-        for (g, index), kinds in held.items()
-    }
+    outcomes = run_tasks(read_ids, dict.fromkeys(options, ()), options, timeout_s=timeout_s)
+    for _, error in outcomes.values():
+        if isinstance(error, ray.exceptions.GetTimeoutError):
+            raise PlacementTimeoutError(
+                f"The accelerators are reserved, but {len(outcomes)} tasks that ask for their ids did not finish "
+                f"within {timeout_s:.0f} s. The nodes may be starting processes very slowly; or others, in placement "
+                "groups of theirs, use them. Wait longer (reserve_timeout_s, or timeout_s of replace_lost_nodes or "
+                "read_slots), or look at the nodes."
+            )
+        if error is not None:
+            raise error
+    return [
+        [outcomes.get((number, index), ({}, None))[0] for index in range(len(group.bundles))]
+        for number, group in enumerate(reserved)
+    ]

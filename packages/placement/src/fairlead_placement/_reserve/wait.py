@@ -2,7 +2,6 @@
 """Waits until a request can be placed, or raises an error that explains why it cannot and leaves nothing behind."""
 
 import contextlib
-import logging
 import random
 import time
 from collections.abc import Sequence
@@ -11,17 +10,16 @@ from dataclasses import replace
 import ray
 
 from .._model import Node, Request, Verdict
-from .._nodes.head import alive_nodes, ask_head, read_holders, read_nodes
+from .._nodes.head import ask_head, read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
-from .._ray_private import autoscaler_is_there, draining_nodes
+from .._ray_private import autoscaler_is_there
 from .._show import ReservationReport, Waiting, name_holders
 from .._slot import Slot
-from ..exceptions import HeadTimeoutError, PlacementError, PlacementTimeoutError, ResourceInsufficientError
+from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
 from .gpus import try_gpus
-from .groups import Check, Placed, Refusal, allow, find_abandoned, place, remove
-from .slots import slots_of
+from .groups import Check, Placed, Refusal, allow, place, remove, remove_abandoned
+from .slots import LEAST_S, slots_of
 
-logger = logging.getLogger(__name__)
 POLL_S = (0.05, 0.5)
 # How often Ray's head is asked for what changes slowly.
 STATUS_S = 2.0
@@ -31,7 +29,7 @@ _ADVICE = "Ask for less, add nodes, or wait for nodes that are joining (wait_for
 def examine(request: Request) -> ReservationReport:
     """Return whether a reservation would succeed now, without reserving."""
     asks, nodes = tuple(ask for ask in request.asks if ask.count), read_nodes()
-    plan, verdict = decide(asks, nodes, own_nodes=request.unified, segment_size=request.segment_size)
+    plan, verdict = decide(asks, nodes, request.unified, request.segment_size)
     return ReservationReport(asks, nodes, read_holders(), verdict, plan or {})
 
 
@@ -47,19 +45,14 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
     with contextlib.ExitStack() as stack:
         waiting: Waiting | None = None
         while True:
-            check()
             waited = time.monotonic() - began
             nodes = read_nodes()
-            outcome: Placed | Refusal | None = None
             if request.gpu_ids:
                 outcome = try_gpus(request, nodes, owned, deadline=deadline)
             else:
-                own, size = request.unified, request.segment_size
-                plan, verdict = decide(request.asks, nodes, own_nodes=own, segment_size=size)
-                if plan is not None:
-                    outcome = place(request, plan, deadline=deadline, check=check)
-                if outcome is None:
-                    outcome = _refuse(request, nodes, verdict)
+                plan, verdict = decide(request.asks, nodes, request.unified, request.segment_size)
+                placed = None if plan is None else place(request, plan, deadline=deadline, check=check)
+                outcome = _refuse(request, nodes, verdict) if placed is None else placed
             if isinstance(outcome, Refusal) and waited >= ask_again_at:
                 ask_again_at = waited + STATUS_S
                 if remove_abandoned():
@@ -68,17 +61,19 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
                 waited = time.monotonic() - began
             if not isinstance(outcome, Refusal):
                 try:
-                    return slots_of(outcome, request.capacity, deadline=deadline, check=check)
+                    return slots_of(outcome, request.capacity, timeout_s=max(LEAST_S, deadline - time.monotonic()))
                 except BaseException as error:
                     remove([reserved.group for reserved in outcome])
-                    if time.monotonic() >= deadline or not _lost_nodes(outcome, error):
+                    is_loss = isinstance(error, (ray.exceptions.RayError, PlacementError))  # of a node, most likely
+                    if not is_loss or isinstance(error, PlacementTimeoutError) or time.monotonic() >= deadline:
                         raise
                     continue
-            limit = request.timeout_s if outcome.is_taken else request.wait_for_nodes_s
+            limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
             if waited >= limit:
                 raise _explain(request, nodes, outcome, waited)
             waiting = waiting or stack.enter_context(Waiting(f"Reserving {request.name or 'a cluster'}"))
-            waiting.show("there is no room for it" if outcome.is_taken else "nodes have to join", limit)
+            waiting.show("there is no room for it" if outcome.verdict == "taken" else "nodes have to join", limit)
+            check()
             # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
             time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
             pause = min(2 * pause, POLL_S[1])
@@ -114,10 +109,8 @@ def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict) -> Refusa
 
 def _place_on_new_nodes(request: Request, check: Check, began: float) -> Placed | None:
     """Let Ray place a request that has no room, if an autoscaler may add nodes: groups without a place are demand."""
-    # Ray has no request for these.
-    if request.gpu_ids or request.segment_size or request.unified:
-        return None
-    if not ask_head("look for an autoscaler", autoscaler_is_there):
+    has_no_demand = request.gpu_ids or request.segment_size or request.unified  # Ray has no request for these
+    if has_no_demand or not ask_head("look for an autoscaler", autoscaler_is_there):
         return None
     limit_s = max(request.timeout_s, request.wait_for_nodes_s)
     with Waiting(f"Reserving {request.name or 'a cluster'}") as waiting:
@@ -133,34 +126,10 @@ def _explain(request: Request, nodes: Sequence[Node], refusal: Refusal, waited: 
     """Return the error of a request that has no room at the end of its time."""
     holders = read_holders()
     report = ReservationReport(request.asks, tuple(nodes), holders, refusal.verdict)
-    if not refusal.is_taken:
+    if refusal.verdict != "taken":
         after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
         return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}", report)
     names = {name for ask in request.asks for name in ask.bundle}
-    why = refusal.why.replace("{holders}", name_holders(nodes, holders, names))
+    why = refusal.why.replace("{holders}", name_holders(holders, names))
     error = ResourceInsufficientError if refusal.of_gpus else PlacementTimeoutError
     return error(f"Waited {waited:.1f} s{why} or wait longer ({request.timeout_name}).", report)
-
-
-def _lost_nodes(placed: Placed, error: BaseException) -> bool:
-    """Return whether nodes of placed groups were lost or began to drain. The next plan avoids them."""
-    if not isinstance(error, (ray.exceptions.RayError, PlacementError)) or isinstance(error, HeadTimeoutError):
-        return False
-    staying = alive_nodes() - ask_head("list the nodes that are draining", draining_nodes)
-    return not staying.issuperset(node_id for reserved in placed for node_id in reserved.node_ids)
-
-
-def remove_abandoned() -> bool:
-    """Remove what this job holds for actors that are dead, and return whether there was anything.
-
-    Ray keeps the groups of an actor that was killed until its job ends. One that Ray restarts would wait for itself.
-    """
-    abandoned = find_abandoned()
-    if abandoned:
-        logger.warning(
-            "Removing %d placement group(s) that dead actors of this job have left: %s.",
-            len(abandoned),
-            ", ".join(abandoned.values()),
-        )
-        remove(list(abandoned))
-    return bool(abandoned)
