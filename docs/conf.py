@@ -90,8 +90,6 @@ html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#1f5f99", "color-brand-content": "#1f5f99"},
     "dark_css_variables": {"color-brand-primary": "#79b4e8", "color-brand-content": "#79b4e8"},
 }
-pygments_style = "friendly"
-pygments_dark_style = "github-dark"
 
 # From a docstring: pkg @ https://...
 linkcheck_ignore = [r"https://$"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search of the built documentation (`build/site`), run by node as by a browser."""
+"""The built documentation (`build/site`): its search, run by node as by a browser, and its pages in Chromium."""
 
 import json
 import shutil
@@ -42,3 +42,48 @@ def test_search(query, page):
     assert done.returncode == 0, done.stderr
     # The last result is the best one.
     assert json.loads(done.stdout)[-1] == page
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+WIDTHS = [1280, 390]  # pixels of a laptop and of a phone
+# Shows each page in a frame of each width, and replaces itself by a list of what cannot be read there.
+LOOK = """
+<iframe style="border: 0; height: 900px"></iframe>
+<script>
+const faults = [], frame = document.querySelector("iframe");
+const left = PAGES.flatMap((page) => WIDTHS.map((width) => [page, width]));
+function show() {
+  if (left.length) [frame.src, frame.style.width] = [left[0][0], `${left[0][1]}px`];
+  else document.body.textContent = JSON.stringify(faults);
+}
+frame.onload = () => {
+  const [page, width] = left.shift(), text = frame.contentDocument, range = text.createRange();
+  const report = (fault) => faults.push(`${page} at ${width} px: ${fault}`);
+  if (text.documentElement.scrollWidth > width) report("wider than the window");
+  for (const image of text.images) if (!image.naturalWidth) report(`no image ${image.src}`);
+  const nodes = text.createTreeWalker(text.body, NodeFilter.SHOW_TEXT);
+  while (nodes.nextNode())
+    for (const word of nodes.currentNode.data.matchAll(/\\w+/g)) {
+      if (!nodes.currentNode.parentElement.closest("article td, article th, h1, h2")) break;
+      range.setStart(nodes.currentNode, word.index);
+      range.setEnd(nodes.currentNode, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map((part) => part.top)).size > 1) report(`broken word ${word[0]}`);
+    }
+  show();
+};
+show();
+</script>
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_pages_in_a_browser(tmp_path):
+    """Each page fits the window of a laptop and of a phone, breaks no word in tables and titles, and has its images."""
+    # The index of the root leads to that of the pages.
+    pages = [page.as_uri() for page in sorted(SITE.rglob("*.html")) if page != SITE / "index.html"]
+    look = tmp_path / "look.html"
+    look.write_text(LOOK.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS)))
+    command = [BROWSER, *OPTIONS, "--allow-file-access-from-files", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    done = subprocess.run([*command, look.as_uri()], capture_output=True, text=True, timeout=300)
+    assert "<body>[]</body>" in done.stdout, done.stdout[-5000:] + done.stderr[-2000:]

@@ -46,12 +46,11 @@ def run(ledger: Ledger, generators: RayWorkerGroup, trainer: RayWorkerGroup, ste
         print(f"step {step}: {loss:.2f}, trained {[group.prompt_id for group in claim.groups]}")
 
 
-if __name__ == "__main__":
-    init_ray(num_cpus=3)
-    with tempfile.TemporaryDirectory() as name, RayVirtualCluster([3], use_gpus=False) as cluster:
-        slots, folder = cluster.slots(), Path(name)
-        with RayWorkerGroup(slots[:2], Generator) as generators, RayWorkerGroup(slots[2:], Trainer) as trainer:
-            run(Ledger(CONFIG, PROMPTS), generators, trainer, range(1, 4), folder)
-            # A driver that starts again continues after the last checkpoint: no prompt is lost or trained twice.
-            resumed = Ledger.restore(CONFIG, PROMPTS, step=3, version=3, directory=folder)
-            run(resumed, generators, trainer, range(4, 6), folder)
+init_ray(num_cpus=3)
+with tempfile.TemporaryDirectory() as name, RayVirtualCluster([3], use_gpus=False) as cluster:
+    slots, folder = cluster.slots(), Path(name)
+    with RayWorkerGroup(slots[:2], Generator) as generators, RayWorkerGroup(slots[2:], Trainer) as trainer:
+        run(Ledger(CONFIG, PROMPTS), generators, trainer, range(1, 4), folder)
+        # A driver that starts again continues after the last checkpoint: no prompt is lost or trained twice.
+        resumed = Ledger.restore(CONFIG, PROMPTS, step=3, version=3, directory=folder)
+        run(resumed, generators, trainer, range(4, 6), folder)

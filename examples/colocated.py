@@ -41,19 +41,18 @@ class Generator(Policy):
         return torch.multinomial(torch.softmax(self.logits.weight[0], 0), count, replacement=True)
 
 
-if __name__ == "__main__":
-    init_ray(num_cpus=4)  # a CPU for each of two groups in two slots; on GPUs leave use_gpus=False out
-    axes = NamedSharding.from_shape(dp=2)
-    with (
-        RayVirtualCluster([2], use_gpus=False, enable_colocation=True) as cluster,
-        RayWorkerGroup(cluster, Trainer, name_prefix="trainer", sharding_annotations=axes) as trainer,
-        RayWorkerGroup(cluster, Generator, name_prefix="generator", sharding_annotations=axes) as generator,
-        Link(trainer, generator, source="weights", target="weights") as link,
-    ):
-        trainer.call("connect", timeout=120).result()
-        for step in range(1, 21):
-            samples = generator.call("generate", 256, collect="dp")
-            rewards = trainer.call("train", Shard(samples, "dp"), timeout=60).result()
-            link.send(version=step, timeout=60)
-            if step % 5 == 0:
-                print(f"step {step}: reward {sum(rewards) / 2:.2f}")
+init_ray(num_cpus=4)  # a CPU for each of two groups in two slots; on GPUs leave use_gpus=False out
+axes = NamedSharding.from_shape(dp=2)
+with (
+    RayVirtualCluster([2], use_gpus=False, enable_colocation=True) as cluster,
+    RayWorkerGroup(cluster, Trainer, name_prefix="trainer", sharding_annotations=axes) as trainer,
+    RayWorkerGroup(cluster, Generator, name_prefix="generator", sharding_annotations=axes) as generator,
+    Link(trainer, generator, source="weights", target="weights") as link,
+):
+    trainer.call("connect", timeout=120).result()
+    for step in range(1, 21):
+        samples = generator.call("generate", 256, collect="dp")
+        rewards = trainer.call("train", Shard(samples, "dp"), timeout=60).result()
+        link.send(version=step, timeout=60)
+        if step % 5 == 0:
+            print(f"step {step}: reward {sum(rewards) / 2:.2f}")

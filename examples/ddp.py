@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fairlead_workergroup import Restart, Shard, WorkerFailureError, current_worker, launch
+from fairlead_workergroup import Restart, Shard, WorkerFailureError, launch
 from fairlead_workergroup.testing import kill
 from fairlead_workergroup.torch import init_process_group, wrap_ddp
 
@@ -19,14 +19,15 @@ class Trainer:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
 
     def start(self) -> int:
-        """Join the others, load the checkpoint if there is one, and return its step."""
+        """Join the other workers, load the checkpoint if there is one, and return its step."""
         init_process_group()
-        saved = torch.load(self.file) if self.file.exists() else {"step": 0}
-        if saved["step"]:
-            self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
         self.ddp = wrap_ddp(self.model)
-        return saved["step"]
+        if not self.file.exists():
+            return 0
+        step, model, optimizer = torch.load(self.file)
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        return step
 
     def train(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         x, y = batch
@@ -37,32 +38,28 @@ class Trainer:
         return loss.item()
 
     def save(self, step: int) -> None:
-        if current_worker().rank == 0:
-            state = {"step": step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-            torch.save(state, self.file.with_suffix(".new"))
-            self.file.with_suffix(".new").rename(self.file)  # complete, or not there
+        new = self.file.with_suffix(".new")
+        torch.save((step, self.model.state_dict(), self.optimizer.state_dict()), new)
+        new.rename(self.file)  # so that the checkpoint is complete, or the one before
 
 
 def batches(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the batch of each worker. It depends on the step only, so a step can be repeated."""
-    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(step))
-    return list(zip(x.split(32), x.sum(1, keepdim=True).split(32), strict=True))
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(step))  # the same if the step is repeated
+    return list(zip(x.chunk(2), x.sum(1, keepdim=True).chunk(2), strict=True))
 
 
-if __name__ == "__main__":
-    restart = Restart(on_failure=True, scope="group")  # collectives: all restart if one is lost
-    with tempfile.TemporaryDirectory() as folder, launch(Trainer, dp=2, init_args=[folder], restart=restart) as group:
-        step, killed = max(group.call("start", timeout=120).result()), False
-        while step < 40:
-            try:
-                losses = group.call("train", Shard(batches(step), "dp"), timeout=60).result()
-                step += 1
-                if step % 10 == 0:
-                    group.call("save", step, timeout=60).result()
-                    print(f"step {step}: loss {sum(losses) / 2:.3f}")
-                if step == 25 and not killed:  # leave this out in your program
-                    killed = True
-                    kill(group, 1)
-            except WorkerFailureError as error:
-                print(f"lost rank {error.failures[0].rank}: {error.failures[0].kind}")
-                step = max(group.call("start", timeout=120).result())  # on restarted workers
+restart = Restart(on_failure=True, scope="group")  # all workers restart, because they share collectives
+with tempfile.TemporaryDirectory() as folder, launch(Trainer, dp=2, init_args=[folder], restart=restart) as group:
+    step = group.call("start", collect=(), timeout=120).result()
+    while step < 40:
+        try:
+            losses = group.call("train", Shard(batches(step), "dp"), timeout=60).result()
+            step += 1
+            if step % 10 == 0:
+                group.at(dp=0).call("save", step, timeout=60).result()
+                print(f"step {step}: loss {sum(losses) / 2:.3f}")
+            if step == 25 and group.state().restarts == 0:  # leave this out of your program
+                kill(group, 1)
+        except WorkerFailureError as error:
+            print(error)
+            step = group.call("start", collect=(), timeout=120).result()

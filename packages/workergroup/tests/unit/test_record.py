@@ -17,7 +17,6 @@ from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import (
     OverlappingRecord,
     Record,
-    cancel_tasks,
     open_record,
     read_record,
     write_cancelled,
@@ -115,19 +114,6 @@ def test_two_threads_cancel_at_once(record):
     while any(thread.is_alive() for thread in threads):
         assert starts(record, b"o" * 24)
     assert not any(starts(record, task) for task in tasks)
-
-
-@pytest.mark.parametrize(("lock", "noted"), [(fcntl.LOCK_SH, True), (fcntl.LOCK_EX, False)])
-def test_stopped_process(record, monkeypatch, lock, noted):
-    """A stopped canceller hinders no other one; if a stopped worker does, its task counts as one that may run."""
-    monkeypatch.setattr(progress, "LOCK_S", 0.05)
-    held = open_record(os.getpid())
-    fcntl.flock(held, lock)
-    task = b"t" * 24
-    process = os.getpid(), start_tick(os.getpid())
-    assert cancel_tasks([(process, task)]) == [not noted]
-    assert starts(record, task) is not noted
-    os.close(held)
 
 
 @pytest.fixture
