@@ -18,7 +18,7 @@ from fairlead_transfer._remote import segment
 from fairlead_transfer._remote.replies import Described
 from fairlead_transfer._remote.segment import NAME, Mapping, Segment, Segments, Unread
 from fairlead_transfer._remote.server import Reader, Wish, serve
-from fairlead_transfer._remote.sockets import Listener, listen, shut
+from fairlead_transfer._remote.sockets import BATCH, Listener, listen, shut
 from fairlead_transfer._remote.transports import fetch_value
 
 from ..ends import Ends, Worker
@@ -83,9 +83,10 @@ def test_source_that_was_started_again():
 
 
 def test_kept_connection_that_is_gone():
-    """A kept connection that was closed meanwhile is made once more."""
+    """A kept connection that was closed meanwhile is made once more; a content may be small or large."""
     segments, reader, secret, taken = Segments(), Reader(), b"s" * 32, []
-    segments.begin("key", 3)[:] = b"abc"
+    content = os.urandom(3 * BATCH + 1)
+    segments.begin("key", len(content))[:] = content
     *_, token, generation = segments.end("key")
 
     def take(number, connection):
@@ -94,10 +95,10 @@ def test_kept_connection_that_is_gone():
 
     listening = listen("127.0.0.1")
     listener, address = Listener(listening, secret, take), listening.getsockname()
-    for number in range(1, 3):
-        place = bytearray(3)
+    for number, length in ((1, 3), (2, len(content))):
+        place = bytearray(length)
         reader.read({0: [Wish(address, secret, token, generation, [memoryview(place)])]}, time.monotonic() + 30)
-        assert (bytes(place), len(taken)) == (b"abc", number)
+        assert (bytes(place), len(taken)) == (content[:length], number)
         shut(taken[-1])
     listener.close()
     with pytest.raises(Unread, match="does not listen"):

@@ -18,6 +18,8 @@ from typing import Any
 from .replies import Unreadable
 
 NAME = "fairlead-transfer"
+# Where a segment is read, as `Segment.end` returns it.
+Description = tuple[Any, ...]
 # Token, then the generation; the same again at the end.
 MARK = "<16sQ"
 HEAD = 64
@@ -57,7 +59,7 @@ class Segment:
         self._mark(0, self.generation)
         return memoryview(self._page)[HEAD : HEAD + self.size]
 
-    def end(self) -> tuple[Any, ...]:
+    def end(self) -> Description:
         """Finish writing; return what a reader needs."""
         self._mark(self.generation, self.generation)
         return os.getpid(), self.file, self.size, self.token, self.generation
@@ -86,7 +88,7 @@ class Segments:
                 segment = self._segments[key] = Segment(size)
             return segment.begin()
 
-    def end(self, key: Any) -> tuple[Any, ...]:
+    def end(self, key: Any) -> Description:
         """Return where others find the content of a segment, which is written."""
         with self._lock:
             if self._closed:
@@ -120,7 +122,7 @@ class Segments:
 class Mapping:
     """A reader's side; OSError or ValueError if the segment cannot be opened from this process."""
 
-    def __init__(self, description: tuple[Any, ...]) -> None:
+    def __init__(self, description: Description) -> None:
         pid, file, size, self.token, _ = description
         opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -28,6 +28,8 @@ CONNECT_S = 10.0
 MOST_UNPROVEN = 64
 # Seconds between two looks at what may have ended a wait.
 LOOK_S = 0.2
+# Bytes for which a thread that needs more is woken: for each few, both ends would do little but wake each other.
+BATCH = 1 << 19
 CALLER = "!II"
 # Who has connected: the number of a process, and that of the transfer for which it comes.
 Caller = tuple[int, int]
@@ -202,11 +204,17 @@ def read(connection: socket.socket, length: int, deadline: float) -> bytes:
 
 def fill(connection: socket.socket, place: memoryview, deadline: float) -> None:
     """Put the next bytes of a connection into a place until it is full; Late or Gone if they do not come."""
+    is_large = len(place) > BATCH
+    wake_at = functools.partial(connection.setsockopt, socket.SOL_SOCKET, socket.SO_RCVLOWAT)
     while place:
+        if is_large:
+            run(connection, deadline, functools.partial(wake_at, min(BATCH, len(place))))
         received = run(connection, deadline, functools.partial(connection.recv_into, place))
         if not received:
             raise Gone("the connection was closed")
         place = place[received:]
+    if is_large:
+        run(connection, deadline, functools.partial(wake_at, 1))
 
 
 def _tune(connection: socket.socket) -> None:

@@ -37,7 +37,7 @@ class NumpyLibrary:
 
     def view(self, buffer: Any, dtype: str, offset: int, sizes: Sequence[int]) -> Any:
         """Return a tensor that shares the memory of a buffer."""
-        return self._numpy.frombuffer(buffer, self.dtype(dtype), math.prod(sizes), offset).reshape(tuple(sizes))
+        return self._numpy.ndarray(tuple(sizes), dtype, buffer, offset)
 
     def copy(self, to: Any, value: Any) -> None:
         """Copy a tensor into another one of the same shape, with a cast if their dtypes differ."""

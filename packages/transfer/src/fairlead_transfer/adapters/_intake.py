@@ -2,18 +2,15 @@
 """How a receiver gets buckets: from senders on its node, from those elsewhere, or from the reader of its node."""
 
 import threading
-from collections.abc import Mapping
 from typing import Any
 
-from .._remote.segment import ENDED, Segments, Unread
+from .._remote.segment import ENDED, Description, Segments, Unread
 from .._remote.segment import Mapping as Mapped
 from .._remote.server import Reader, Wish
 from .._remote.tensors import library
 from ._buckets import BucketShape
 from ._members import Membership
-
-# What `Segment.end` returns.
-Description = tuple[Any, ...]
+from ._transfer import Bucket
 
 
 class Intake:
@@ -32,24 +29,15 @@ class Intake:
         reader = next(reader for reader, others in self._me.find_readers().items() if self._me.number in others)
         self._copy(reader, description, [(0, filled)], memory)
 
-    def read(
-        self,
-        bucket: int,
-        staged: Mapping[int, Description],
-        filled: int,
-        memory: Any,
-        *,
-        relays: bool,
-        deadline: float,
-    ) -> Description | None:
+    def read(self, bucket: Bucket, memory: Any, deadline: float) -> Description | None:
         """Put all shares of a bucket into this memory; return where others on this node find it, if it `relays`.
 
         Unread if a sender is late or lost, or has filled its share again.
         """
-        place = self._relays.begin(bucket % 2, self._shape.capacity) if relays else memory
+        place = self._relays.begin(bucket.number % 2, self._shape.capacity) if bucket.relays else memory
         wishes: dict[int, list[Wish]] = {}
-        for sender, description in staged.items():
-            stripes = self._shape.find_stripes(sender, filled)
+        for sender, description in bucket.staged.items():
+            stripes = self._shape.find_stripes(sender, bucket.filled)
             if self._me.nodes[sender] == self._me.nodes[self._me.number]:
                 self._copy(sender, description, stripes, place)
             elif stripes:
@@ -57,10 +45,10 @@ class Intake:
                 token, generation = description[3:]
                 wishes[sender] = [Wish(self._me.addresses[sender], self._me.secret, token, generation, parts)]
         self._reader.read(wishes, deadline)
-        if not relays:
+        if not bucket.relays:
             return None
-        _view(memory, filled).copy_(_view(place, filled))
-        return self._relays.end(bucket % 2)
+        _view(memory, bucket.filled).copy_(_view(place, bucket.filled))
+        return self._relays.end(bucket.number % 2)
 
     def _copy(self, owner: int, description: Description, stripes: list[tuple[int, int]], place: Any) -> None:
         with self._lock:

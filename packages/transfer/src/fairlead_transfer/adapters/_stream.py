@@ -188,8 +188,7 @@ def _take(transfer: Transfer, intake: Intake, unpacker: Unpacker) -> tuple[list[
         if bucket.whole is not None:
             intake.map_whole(bucket.whole, bucket.filled, memory)
         else:
-            deadline, options = time.monotonic() + within_s, (bucket.number, bucket.staged, bucket.filled, memory)
-            whole = intake.read(*options, relays=bucket.relays, deadline=deadline)
+            whole = intake.read(bucket, memory, time.monotonic() + within_s)
     except Unread as error:
         traceback.clear_frames(error.__traceback__)  # they would keep the memory as long as the error
         transfer.raise_reported([0])  # it may say why that process has given back its memory

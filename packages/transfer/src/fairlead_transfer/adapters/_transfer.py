@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from .._remote.segment import Description
 from .._remote.sockets import LOOK_S, Caller, Gone, Late, close, join
 from ..exceptions import Phase, RankFailure, State, TransferError
 from ._buckets import Part
-from ._intake import Description
 from ._members import Membership
 from ._messages import is_closed, receive, send_all
 
