@@ -3,8 +3,6 @@
 
 import dataclasses
 import pickle
-import subprocess
-import sys
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -94,10 +92,3 @@ def test_arguments_of_timeouts():
     error = CallTimeoutError("step", 2.5, 8, (), "because")
     assert error.args == ("step", 2.5, 8, (), "because")
     assert error.errno is None
-
-
-def test_where_the_commands_are():
-    """`python -m fairlead_workergroup` names the package that has the commands, and fails."""
-    done = subprocess.run([sys.executable, "-m", "fairlead_workergroup", "why"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "python -m fairlead_inspect" in done.stderr
