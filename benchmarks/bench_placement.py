@@ -15,6 +15,7 @@ from bench_planner import planning_rows
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from fairlead_placement import RayVirtualCluster, ResourceInsufficientError, init_ray
+from fairlead_placement._nodes.functions import run_tasks
 from fairlead_placement._reserve import slots
 
 BUNDLES = 8
@@ -62,7 +63,6 @@ def _reservation_rows() -> Iterator[Row]:
 def _accelerator_rows() -> Iterator[Row]:
     """Count the tasks that read the ids of accelerators: one task for each bundle, all at once."""
     tasks: list[Any] = []
-    run_tasks = slots.run_tasks
 
     def count(*args: Any, **options: Any) -> Any:
         outcomes = run_tasks(*args, **options)
