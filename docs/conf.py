@@ -119,7 +119,7 @@ def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
 
 
 HANDLES = {"Call", "DeviceClass", "DeviceFunction", "DeviceInstances", "GroupView", "SlotClaim"}
-PRIVATE = re.compile(r"(fairlead_\w+)\.(?:_\w+\.(?:\w+\.)?)?(\w+)")
+PRIVATE = re.compile(r"(fairlead_\w+)\.(?:(?:_\w+|model)\.(?:\w+\.)?)?(\w+)")
 # Public modules beside the package itself, whose names have an entry as theirs.
 MODULES = {"fairlead_placement": ("fairlead_placement", "fairlead_placement.extension")}
 
