@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -68,19 +68,11 @@ class WorkerClass:
     concurrent: bool = False  # whether its async methods overlap
     cls: type | None = None
     full_names: Mapping[str, str] = field(default_factory=dict)  # `module.Class.method` of each method's function
+    plain: Mapping[str, Any] = field(default_factory=dict)  # what `to_dict` returns
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Mapping[str, Any]:
         """Return what a process without the class needs to call its methods, as plain data."""
-        return {
-            "class": self.name,
-            "target": self.target if isinstance(self.target, str) else "",
-            "concurrent": self.concurrent,
-            "full_names": dict(self.full_names),
-            "methods": [
-                (method.name, method.kind, _write_parameters(method.signature), method.backpressure)
-                for method in self.methods.values()
-            ],
-        }
+        return self.plain
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "WorkerClass":
@@ -94,6 +86,7 @@ class WorkerClass:
             },
             concurrent=data["concurrent"],
             full_names=data["full_names"],
+            plain=data,
         )
 
     def configuration(self, rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -228,25 +221,27 @@ def describe_class(
             raise WorkerStartError(f"{worker!r} cannot be described on node {node_id[:8]}: {error}") from error
     else:
         answer = describe(worker, list(asks), methods)
-    refused, backpressure, kinds, is_async = (
-        answer.pop(key) for key in ("refused", "backpressure", "methods", "is_async")
-    )
-    if missing := [name for name in methods if name not in kinds]:
+    if missing := [name for name in methods if name not in answer["methods"]]:
         raise AttributeError(f"{answer['name']} has no method {', '.join(missing)}, which its builder names")
-    if refused:
+    if refused := answer["refused"]:
         raise ValueError(
             f"{answer['name']}: {'; '.join(refused)}: a worker of a group cannot have this option of a method. "
             "Remove the option, or create this actor without a group."
         )
-    return WorkerClass(
-        target,
-        methods={
-            name: Method(name, kind, _signature(parameters), backpressure=backpressure.get(name))
-            for name, (kind, parameters) in kinds.items()
-        },
-        concurrent=is_async if concurrent == "auto" else concurrent,
+    limits = answer["backpressure"]
+    plain = {
+        "class": answer["name"],
+        "target": target if isinstance(target, str) else "",
+        "concurrent": answer["is_async"] if concurrent == "auto" else concurrent,
+        "full_names": answer["full_names"],
+        "methods": [(name, *described, limits.get(name)) for name, described in answer["methods"].items()],
+    }
+    return replace(
+        WorkerClass.from_dict(plain),
+        target=target,
+        options=answer["options"],
+        configurations=answer["configurations"],
         cls=None if isinstance(worker, str) else undecorate(worker),
-        **answer,
     )
 
 
@@ -272,13 +267,6 @@ class _Default:
 
     def __repr__(self) -> str:
         return "..."
-
-
-def _write_parameters(signature: inspect.Signature | None) -> list[tuple[str, str, bool]] | None:
-    """Return (name, kind, required) of each parameter as plain data, without the values of defaults."""
-    if signature is None:
-        return None
-    return [(each.name, each.kind.name, each.default is each.empty) for each in signature.parameters.values()]
 
 
 def _signature(parameters: Sequence[tuple[str, str, bool]] | None) -> inspect.Signature | None:
