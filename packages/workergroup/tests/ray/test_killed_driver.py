@@ -70,8 +70,8 @@ DRIVER = """
 """
 
 
-def kill_driver(number: int, address: str, token: str, find_left: Callable[[str], list[str]]) -> float:
-    """Kill one driver, and return for how many seconds what it had has outlived it.
+def kill_driver(number: int, address: str, token: str, find_left: Callable[[str], list[str]]) -> None:
+    """Kill one driver, and wait until nothing of it is left.
 
     Args:
         number: which driver it is: the phases take turns.
@@ -106,26 +106,20 @@ def kill_driver(number: int, address: str, token: str, find_left: Callable[[str]
             took = time.monotonic() - killed
             assert took < WITHIN_S, f"{took:.1f} s after a kill {pause_s:.2f} s into {phase!r}: {left}"
             time.sleep(0.1)
-        return time.monotonic() - killed
+        took = time.monotonic() - killed
+        sys.stdout.write(f"driver {number}, killed {pause_s:.2f} s into {phase!r}: gone after {took:.1f} s\n")
     finally:
         for line in find_trees_of_driver(token):
             os.kill(int(line.split()[0]), signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def report(took: list[float]) -> None:
-    sys.stdout.write(f"{len(took)} drivers; the last trace of one was gone {max(took):.1f} s after its end\n")
-
-
 @pytest.mark.timeout(120 + 30 * KILLS)
 def test_own_ray():
     """No process is left of the workers' trees of a driver that has started its own Ray."""
-
-    def kill_next(number: int) -> float:
+    for number in range(KILLS // 2):
         token = uuid.uuid4().hex
-        return kill_driver(number, "local", token, lambda job: find_trees_of_driver(token))
-
-    report([kill_next(number) for number in range(KILLS // 2)])
+        kill_driver(number, "local", token, lambda job, token=token: find_trees_of_driver(token))
 
 
 @pytest.mark.timeout(120 + 30 * KILLS)
@@ -144,4 +138,5 @@ def test_ray_of_others(raylets, monkeypatch):
 
     with raylets({"num_cpus": 3}, logging_level="error", log_to_driver=False):
         address = ray.get_runtime_context().gcs_address
-        report([kill_driver(number, address, token, find_left) for number in range(KILLS - KILLS // 2)])
+        for number in range(KILLS - KILLS // 2):
+            kill_driver(number, address, token, find_left)
