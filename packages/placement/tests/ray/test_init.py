@@ -148,13 +148,13 @@ def test_attaching(server, run_script):
 
 
 def test_commands(server, private, folder, run_script):
-    """Without an address, a command takes the only cluster of `init_ray` here. It lists the private ones if none is."""
+    """Without an address, a command takes the cluster of `init_ray` for its devices. It lists all if there is none."""
     script = """
         import subprocess, sys
         done = subprocess.run([sys.executable, "-m", "fairlead_placement", "nodes"], capture_output=True, text=True)
         print(done.returncode, done.stdout, done.stderr)
         """
-    out = run_script(script, RAY_TMPDIR=str(folder), RAY_ADDRESS="", **TOKEN)
+    out = run_script(script, CUDA_VISIBLE_DEVICES="0", RAY_TMPDIR=str(folder), RAY_ADDRESS="", **TOKEN)
     assert out.startswith("0 ")
     assert "2 CPU" in out
     with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp") as other:

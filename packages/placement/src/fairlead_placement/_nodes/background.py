@@ -139,8 +139,6 @@ def claim_thread(*, is_needed: bool = True) -> bool:
 
 def _call(job: Job[_T], function: Callable[..., _T], *args: Any) -> None:
     try:
-        if job.on is not None and connection() != job.on:
-            raise PlacementError("Ray was shut down before a request was sent to its head. Connect to it again.")
         job.future.set_result(function(*args))
     except BaseException as error:  # noqa: BLE001  whoever waits raises it
         job.future.set_exception(error)
@@ -152,7 +150,12 @@ def _serve() -> None:
     is_kept = True
     while is_kept:
         me.name, job, function, args = _pool.work.get()
-        _call(job, function, *args)
+        try:
+            if job.on is not None and connection() != job.on:
+                raise PlacementError("Ray was shut down before a request was sent to its head. Connect to it again.")
+            job.future.set_result(function(*args))
+        except BaseException as error:  # noqa: BLE001  whoever waits raises it
+            job.future.set_exception(error)
         me.name, over = IO, job.over
         del job, function, args
         if is_kept := _pool.idle.qsize() < IDLE_KEPT:
