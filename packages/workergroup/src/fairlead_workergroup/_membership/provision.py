@@ -176,9 +176,7 @@ class Provisioner(Described):
             create_actors(workers, staged.worker_class, names, add)
         members = {rank: made[rank] for rank in ranks}
         self.publish(members)
-        if (
-            staged.lease is None
-        ):  # the agent that holds the port starts at the same time as the processes of the workers
+        if staged.lease is None:  # its agent starts at the same time as the processes of the workers
             staged.lease = self._lease_port(staged.state.members[0].place.slot, until)
         return self._construct(staged, members, until)
 
