@@ -96,7 +96,8 @@ class Provisioner(Described):
     @property
     def has_one_port(self) -> bool:
         """Whether the master port is the same in all epochs."""
-        return self._master_ports is not None and self._master_ports[0] == self._master_ports[1]
+        ports = self._master_ports or self._ports
+        return ports is not None and ports[0] == ports[1]
 
     def deadline(self, timeout_s: float | None) -> Deadline:
         """Return the deadline of a change with this timeout; None stands for the time of a start."""
