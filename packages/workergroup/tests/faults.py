@@ -48,7 +48,7 @@ Patch = pytest.MonkeyPatch
 def set_clock(patch: Patch, clock: Any) -> None:
     """Let the deadlines of this process be those of a clock."""
     patch.setattr(launch, "time", clock)
-    patch.setattr(_world.RealWorld, "now", clock.monotonic)
+    patch.setattr(_world.World, "now", clock.monotonic)
 
 
 def limit_requests_to_the_head(patch: Patch, seconds: float) -> None:

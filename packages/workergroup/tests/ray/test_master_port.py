@@ -61,10 +61,15 @@ def port():
     raise AssertionError("no free ports")
 
 
-def test_one_port(cluster, port):
+@pytest.mark.parametrize("is_of_cluster", [False, True])
+def test_one_port(local_ray, port, is_of_cluster):
     """The group has the port in all epochs, also after a restart of all workers; a resize is refused."""
-    options, restart = WorkerOptions(master_port=port), Restart(scope="group")
-    with RayWorkerGroup(cluster, Worker, 2, worker=options, restart=restart) as group:
+    bounds = {"port_range_low": port, "port_range_high": port} if is_of_cluster else {}
+    options, restart = WorkerOptions(master_port=None if is_of_cluster else port), Restart(scope="group")
+    with (
+        RayVirtualCluster([3], use_gpus=False, **bounds) as cluster,
+        RayWorkerGroup(cluster, Worker, 2, worker=options, restart=restart) as group,
+    ):
         assert (group.master_port, group.call("meet").result(timeout=30)) == (port, [port, port])
         kill(group, 1)
         with pytest.raises(WorkerFailureError):

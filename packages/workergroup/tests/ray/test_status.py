@@ -88,7 +88,6 @@ def test_states(group):
     with hanging(group, 0, "native-gil"), hanging(group, 3):
         time.sleep(0.2)
         assert states(group, stuck_after_s=0.1) == ["stuck", "idle", "idle", "stuck", *["idle"] * 4]
-        assert [worker["state"] for worker in group.worker_metadata] == states(group, stuck_after_s=0.1)
         assert states(group)[0] == "busy"
         with restarting(group, 2):
             status = group.get_worker_status()[2]

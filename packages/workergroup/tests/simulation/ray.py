@@ -175,9 +175,6 @@ class PretendedRay:
     def _head_actors_being_made(self) -> frozenset[str]:
         return frozenset(actor.id.hex() for actor in self.actors if not actor.is_created)
 
-    def _head_placement_group_table(self, group: Any) -> dict[str, Any]:
-        return {"state": "CREATED"}
-
     def choose_alive(self, node_ids: Any, *, timeout_s: float | None = None) -> list[str]:
         """Return the nodes that are alive; all of them if the head is silent."""
         self.world.wait_for("asks which nodes are alive", lambda: not self.head.is_silent, timeout_s or 5.0)

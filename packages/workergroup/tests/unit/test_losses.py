@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from fairlead_workergroup._membership.losses import find_losses, read_loss
+from fairlead_workergroup._membership import losses
+from fairlead_workergroup._membership.losses import find_losses, find_lost, read_loss
 from fairlead_workergroup._model import Member, Place
 from fairlead_workergroup._observe import query
 
@@ -51,3 +52,14 @@ def test_silent_node_with_a_verdict(monkeypatch, left_s):
     (loss,) = find_losses(SimpleNamespace(memory_limit=1), {MEMBER: DIED}, within_s=left_s).values()
     assert loss.kind == "killed"
     assert 0.5 <= sum(waited) < left_s + 1
+
+
+@pytest.mark.parametrize(("known", "kind"), [("preempted", "preempted"), ("killed", "node-lost"), (None, "node-lost")])
+def test_lost_node_that_was_drained(monkeypatch, known, kind):
+    """Of a worker that no call has met and whose node is lost, the actor knows whether the node was drained."""
+    causes = {MEMBER: MEMBER.failure(known, "its actor says so")} if known else {}
+    monkeypatch.setattr(losses, "dead_actors", frozenset)
+    monkeypatch.setattr(losses, "choose_alive", lambda nodes: [])
+    monkeypatch.setattr(losses, "_ask_actors", lambda core, members, within_s: causes)
+    (loss,) = find_lost(SimpleNamespace(memory_limit=0), [MEMBER], 5.0).values()
+    assert loss.kind == kind

@@ -97,13 +97,13 @@ class ItemMap:
         self._turn = 0  # how many items were sent
         self._next = 0  # the position of the next result in order
         self._sent: dict[Call, _Item] = {}  # in the order of the items
-        self._news: list[
-            tuple[int, Any]
-        ] = []  # the positions of items that have just finished, with results or failures
+        # The positions of items that have just finished, with results or failures.
+        self._news: list[tuple[int, Any]] = []
         self._early: dict[int, Any] = {}  # those that have finished before an earlier item
         self._failed = False
         self._again: deque[tuple[int, Any]] = deque()
         self._losses: Counter[int] = Counter()
+        self._is_closed = False
 
     async def results(self, on: Waiter) -> AsyncGenerator[Any]:
         """Yield results; raise the error of an item in its turn."""
@@ -172,13 +172,16 @@ class ItemMap:
         timeout_s = self._core.call_timeout_s if each.timeout is None else each.timeout
         item = _Item(position, value, rank, Deadline.after(timeout_s))
 
-        def send() -> Call:
+        def send() -> None:
             recipients = Recipients([rank], [rank], None)
-            call = prepare_call(self._core, self._method, recipients, [value], {}, each)
-            return send_call(self._core, self._owner, call, blocks=True)
+            planned = prepare_call(self._core, self._method, recipients, [value], {}, each)
+            call = send_call(self._core, self._owner, planned, blocks=True)
+            self._sent[call] = item
+            if self._is_closed:  # the task was cancelled meanwhile, and this thread was not
+                call.cancel()
 
         try:
-            call = await on.apart(send)
+            await on.apart(send)
         except StaleGroupError:  # a resize has removed the rank; the items that it has are finished there
             del self._loads[rank]
             if not self._loads:
@@ -189,7 +192,6 @@ class ItemMap:
         else:
             self._turn += 1
             self._loads[rank] += 1
-            self._sent[call] = item
 
     async def _wait_for_news(self, on: Waiter) -> None:
         """Wait until an item has finished, and note all that have finished by then."""
@@ -252,6 +254,7 @@ class ItemMap:
 
     def _close(self) -> None:
         """Cancel the unfinished items."""
+        self._is_closed = True  # first: an item that another thread is sending is cancelled here or there
         sent, self._sent = self._sent, {}
         if not self._core.connected:
             return

@@ -132,8 +132,10 @@ def find_lost(core: Core, members: Iterable[Member], within_s: float) -> Losses:
         noticed = look_at_head(living)
     silent = _look_at_nodes([member for member in living if member not in noticed], min(within_s, LOOK_S))
     dead = {member: loss for member, loss in noticed.items() if loss.kind == "killed"}
-    ended = {member: member.failure("killed", NOT_NOTICED) for member in silent}  # Ray may notice it soon
-    return noticed | explain(core, dead, within_s) | explain(core, ended, min(within_s, NOTICED_S))
+    on_lost_nodes = {member: loss for member, loss in noticed.items() if loss.kind == "node-lost"}
+    others = on_lost_nodes | {member: member.failure("killed", NOT_NOTICED) for member in silent}  # Ray may notice soon
+    lost = explain(core, dead, within_s) | explain(core, others, min(within_s, NOTICED_S))
+    return lost | {member: loss for member, loss in on_lost_nodes.items() if lost[member].kind == "killed"}
 
 
 def look_at_head(members: Collection[Member]) -> Losses:

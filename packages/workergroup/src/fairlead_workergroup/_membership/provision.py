@@ -96,7 +96,8 @@ class Provisioner(Described):
     @property
     def has_one_port(self) -> bool:
         """Whether the master port is the same in all epochs."""
-        return self._master_ports is not None and self._master_ports[0] == self._master_ports[1]
+        ports = self._master_ports or self._ports
+        return ports is not None and ports[0] == ports[1]
 
     def deadline(self, timeout_s: float | None) -> Deadline:
         """Return the deadline of a change with this timeout; None stands for the time of a start."""
@@ -176,9 +177,7 @@ class Provisioner(Described):
             create_actors(workers, staged.worker_class, names, add)
         members = {rank: made[rank] for rank in ranks}
         self.publish(members)
-        if (
-            staged.lease is None
-        ):  # the agent that holds the port starts at the same time as the processes of the workers
+        if staged.lease is None:  # its agent starts at the same time as the processes of the workers
             staged.lease = self._lease_port(staged.state.members[0].place.slot, until)
         return self._construct(staged, members, until)
 

@@ -36,9 +36,8 @@ def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, 
                 f"other workers of the group on this node have {kind} {', '.join(shared)} too. Reserve a whole device "
                 "for each worker, or pass worker=WorkerOptions(share_devices=True)."
             )
-        shown[kind] = limit_devices(
-            kind, list(dict.fromkeys([*near, *ids]) if facts["visible"] == "node" else ids), env
-        )
+        seen = dict.fromkeys([*near, *ids]) if facts["visible"] == "node" else ids
+        shown[kind] = limit_devices(kind, list(seen), env)
     kind, ids = next(iter(own.items()))
     visible = shown[kind]
     if visible is None:

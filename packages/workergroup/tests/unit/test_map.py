@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The items of a map, without Ray."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from fairlead_workergroup._calls import map as item_map
+from fairlead_workergroup._calls.map import ItemMap, MapOptions
+from fairlead_workergroup._start.worker_class import Method
+from fairlead_workergroup._transport.wait import ResultStream
+
+
+class Sent:
+    """A call that has been sent, which notes that it was cancelled."""
+
+    def __init__(self, item, cancelled):
+        self.cancel = lambda: cancelled.append(item)
+
+
+def test_a_task_that_is_cancelled_while_an_item_waits_to_be_sent(monkeypatch):
+    """The item, which another thread sends when a change of the group ends, is cancelled too (seam: the sending)."""
+    waits, goes_on, cancelled = threading.Event(), threading.Event(), []
+
+    def send_call(core, owner, call, *, blocks):
+        waits.set()
+        assert goes_on.wait(60)
+        return Sent(call, cancelled)
+
+    monkeypatch.setattr(item_map, "prepare_call", lambda core, method, recipients, args, kwargs, options: args[0])
+    monkeypatch.setattr(item_map, "send_call", send_call)
+    worker_class = SimpleNamespace(method=lambda name: Method(name, "plain", None))
+    core = SimpleNamespace(
+        described=SimpleNamespace(worker_class=worker_class),
+        check_retries=lambda retries: None,
+        call_timeout_s=None,
+        connected=True,
+    )
+    options = MapOptions("round_robin", move_items=False)
+    results = ResultStream(ItemMap(core, None, [0], "work", ["an item"], options).results)
+
+    async def give_up():
+        task = asyncio.ensure_future(anext(results))
+        await asyncio.to_thread(waits.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        goes_on.set()
+
+    asyncio.run(give_up())
+    assert cancelled == ["an item"]
