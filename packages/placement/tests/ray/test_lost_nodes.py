@@ -34,11 +34,6 @@ def live_groups():
     return [row["name"].split("-")[0] for row in placement_group_table().values() if row["state"] != "REMOVED"]
 
 
-def samples(cluster, node_id):
-    """Return how many samples of a node's memory have been taken."""
-    return {usage.node_id: usage.samples for usage in cluster.get_resource_usage()}[node_id]
-
-
 def test_a_lost_node_is_replaced(nodes, eventually):
     """Survivors stay usable, others are not delayed, and new slots take the places of the lost ones."""
     with RayVirtualCluster([2, 2], use_gpus=False, name="lasting") as cluster:
@@ -72,16 +67,6 @@ def test_a_lost_node_is_replaced(nodes, eventually):
         ]
         assert live_groups() == ["lasting", "lasting"]  # the group that lost all its bundles is gone
         assert cluster.replace_lost_nodes() == ()
-
-
-@pytest.mark.nightly
-def test_a_replacement_is_watched(nodes, eventually):
-    """With `monitor_memory` a replacement node is sampled from then on."""
-    with RayVirtualCluster([2, 2], use_gpus=False, monitor_memory=True) as cluster:
-        kill(nodes, cluster.slots()[0].node_id, eventually)
-        late = nodes.add_node(num_cpus=2)
-        cluster.replace_lost_nodes()
-        assert eventually(lambda: samples(cluster, late.node_id) >= 4)
 
 
 def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -212,20 +211,6 @@ def test_a_killed_agent(slots, leased, kill_agent, eventually, caplog):
     old.release()
     assert leased() == [LOW]
     new.release()
-
-
-@pytest.mark.nightly
-def test_a_killed_agent_and_many_threads(slots, agent_pids, kill_agent):
-    """Threads that meet the dead agent share one new agent, which stays with all leases."""
-    ((first,),) = lease_ports(slots[:1], low=LOW, high=LOW + 9)
-    kill_agent()
-    with ThreadPoolExecutor(8) as pool:
-        made = [pool.submit(lease_ports, slots[:1], low=LOW, high=LOW + 9) for _ in range(8)]
-        leases = [one.result()[0][0] for one in made]
-    assert len({lease.port for lease in leases}) == 8
-    assert len(agent_pids(slots[0].node_id)) == 1
-    for lease in (first, *leases):
-        lease.release()
 
 
 def test_an_agent_ends_with_its_last_lease(slots, agent_pids, eventually):

@@ -32,7 +32,7 @@ def test_one_sample(local_ray, agent_pids):
 def test_monitoring(local_ray, agent_pids, eventually):
     """With `monitor_memory` samples are taken once a second until shutdown, and the peak is kept."""
     with RayVirtualCluster([1, 2], use_gpus=False, monitor_memory=True, name="watched") as cluster:
-        assert len(agent_pids()) == 1
+        assert eventually(lambda: len(agent_pids()) == 1)  # which nothing waits for
         began, seen = time.monotonic(), list(cluster.get_resource_usage())
 
         def are_taken():

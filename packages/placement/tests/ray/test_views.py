@@ -75,13 +75,6 @@ class TestViews:
         gc.collect()
         assert eventually(lambda: ray.available_resources()["CPU"] == 16)
 
-    def test_views_count_separately(self):
-        """A group on each of two views is one group on each slot."""
-        with RayVirtualCluster([4], use_gpus=False) as cluster:
-            claims = [claim_slots(view.slots(), f"group {at}") for at, view in enumerate(cluster.split([2, 2]))]
-            for claim in claims:
-                claim.release()
-
 
 class Group:
     """A `group` of a library; all of them are equal, and none can be hashed."""

@@ -70,7 +70,11 @@ class Reader:
 
     def read(self, wishes: Mapping[Any, Sequence[Wish]], deadline: float) -> None:
         """Read segments into their places, by a key of the process that sends them; Unread if that fails."""
-        with ThreadPoolExecutor(max(1, len(wishes)), "fairlead-transfer-read") as threads:
+        if len(wishes) < 2:  # a thread more for each read would take longer
+            for key, parts in wishes.items():
+                self._read_from(key, parts, deadline)
+            return
+        with ThreadPoolExecutor(len(wishes), "fairlead-transfer-read") as threads:
             reads = [threads.submit(self._read_from, key, parts, deadline) for key, parts in wishes.items()]
             done, _ = wait(reads, return_when=FIRST_EXCEPTION)
             if any(read.exception() for read in done):

@@ -204,7 +204,8 @@ def read(connection: socket.socket, length: int, deadline: float) -> bytes:
 
 def fill(connection: socket.socket, place: memoryview, deadline: float) -> None:
     """Put the next bytes of a connection into a place until it is full; Late or Gone if they do not come."""
-    is_large = len(place) > BATCH
+    # Without a deadline `recv` itself waits, and may go on waiting when all bytes have come.
+    is_large = len(place) > BATCH and deadline < math.inf
     wake_at = functools.partial(connection.setsockopt, socket.SOL_SOCKET, socket.SO_RCVLOWAT)
     while place:
         if is_large:
