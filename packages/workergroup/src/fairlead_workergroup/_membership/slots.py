@@ -136,13 +136,13 @@ class Slots:
             )
         self._cluster.replace_lost_nodes(timeout_s=until.left() or 0.0)
         # Another group may have replaced them before. The slots of one logical node keep their order.
-        now = self._cluster.slots()
+        now, alive = self._cluster.slots(), alive_nodes()
         positions = _find_positions(now)
         self._positions |= positions
         present = {positions[slot.key]: slot for slot in now}
         known = {place.rank: self._positions.get(place.slot.key, (-1, -1)) for place in places}
         moved = move_places(places, {rank: present[where] for rank, where in known.items() if where in present})
-        if gone := [place.rank for place in moved if place.slot.node_id not in alive_nodes()]:
+        if gone := [place.rank for place in moved if place.slot.node_id not in alive]:
             raise ResourceInsufficientError(
                 f"The slots of rank(s) {', '.join(map(str, gone))} are lost, and are not from the cluster of this "
                 "group, which could reserve others. Resize the group without these ranks."
