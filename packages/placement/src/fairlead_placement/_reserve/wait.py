@@ -61,12 +61,15 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
                 waited = time.monotonic() - began
             if not isinstance(outcome, Refusal):
                 try:
-                    return slots_of(outcome, request.capacity, timeout_s=max(LEAST_S, deadline - time.monotonic()))
+                    left_s = max(LEAST_S, deadline - time.monotonic())
+                    return slots_of(outcome, request.capacity, timeout_s=left_s, check=check)
                 except BaseException as error:
                     remove([reserved.group for reserved in outcome])
                     is_loss = isinstance(error, (ray.exceptions.RayError, PlacementError))  # of a node, most likely
                     if not is_loss or isinstance(error, PlacementTimeoutError) or time.monotonic() >= deadline:
                         raise
+                    check()
+                    time.sleep(pause)
                     continue
             limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
             if waited >= limit:
