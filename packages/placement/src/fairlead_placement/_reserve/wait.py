@@ -133,6 +133,6 @@ def _explain(request: Request, nodes: Sequence[Node], refusal: Refusal, waited: 
         after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
         return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}", report)
     names = {name for ask in request.asks for name in ask.bundle}
-    why = refusal.why.replace("{holders}", name_holders(holders, names))
+    why = refusal.why.replace("{holders}", name_holders(nodes, holders, names))
     error = ResourceInsufficientError if refusal.of_gpus else PlacementTimeoutError
     return error(f"Waited {waited:.1f} s{why} or wait longer ({request.timeout_name}).", report)
