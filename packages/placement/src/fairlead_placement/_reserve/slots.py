@@ -98,15 +98,13 @@ def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     return tuple(numbered)
 
 
-def accelerator_ids(
-    reserved: Sequence[Reserved], *, timeout_s: float, check: Check = allow
-) -> list[list[Accelerators]]:
+def accelerator_ids(placed: Sequence[Reserved], *, timeout_s: float, check: Check = allow) -> list[list[Accelerators]]:
     """Return the ids of the accelerators of every bundle, by group and bundle index."""
     # Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle with
     # accelerators runs a short task, all at once.
     known = ray.get_runtime_context().get_accelerator_ids().keys()
     options: dict[tuple[int, int], dict[str, Any]] = {}
-    for number, group in enumerate(reserved):
+    for number, group in enumerate(placed):
         for index, bundle in enumerate(group.bundles):
             held = {kind: amount for kind, amount in bundle.items() if kind in known and amount > 0}
             place = PlacementGroupSchedulingStrategy(group.group, index)
@@ -130,5 +128,5 @@ def accelerator_ids(
             raise error
     return [
         [outcomes.get((number, index), ({}, None))[0] for index in range(len(group.bundles))]
-        for number, group in enumerate(reserved)
+        for number, group in enumerate(placed)
     ]
