@@ -354,10 +354,11 @@ class RayVirtualCluster:
         """
         groups = {group.id: number for number, group in enumerate(self.get_placement_groups())}
         bundles = {(groups[slot.placement_group.id], slot.bundle_index): slot for slot in self.slots()}
-        for pg_idx, bundle_idx in pg_bundle_pairs:
+        pairs = [(pg_idx, bundle_idx) for pg_idx, bundle_idx in pg_bundle_pairs]
+        for pg_idx, bundle_idx in pairs:
             if (pg_idx, bundle_idx) not in bundles:
                 raise IndexError(f"{self!r} has no bundle {bundle_idx} in placement group {pg_idx} of {len(groups)}")
-        return self._lease([bundles[pg_idx, bundle_idx] for pg_idx, bundle_idx in pg_bundle_pairs])
+        return self._lease([bundles[pair] for pair in pairs])
 
     def _lease(self, slots: Sequence[Slot]) -> list[tuple[str, int]]:
         return [(lease.address, lease.port) for lease in self._holding.lease(slots, *self.port_range)]

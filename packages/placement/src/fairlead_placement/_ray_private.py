@@ -76,6 +76,8 @@ def list_raylets() -> list[Raylet]:
     import psutil  # Ray brings it along
 
     raylets: list[Raylet] = []
+    if os.readlink("/proc/self") != str(os.getpid()):  # its pids are those of another namespace
+        return raylets
     for process in psutil.process_iter():
         # The process may exit, belong to another user who hides it, or have other arguments than those of today.
         with contextlib.suppress(psutil.Error, OSError, KeyError):
@@ -280,11 +282,13 @@ def block_shutdown() -> Iterator[None]:
         yield
 
 
-def collect(requests: Mapping[_K, Callable[[], Any]], timeout_s: float) -> dict[_K, tuple[Any, Exception | None]]:
+def collect(
+    requests: Mapping[_K, Callable[[], Any]], timeout_s: float, check: Callable[[], object] | None = None
+) -> dict[_K, tuple[Any, Exception | None]]:
     """Send requests, and return each answer with its error, without a wait of Ray's, during which it may be shut down.
 
     Each request returns the reference to its answer. The error of one that is late is a `GetTimeoutError`. If Ray is
-    shut down, this raises a `RaySystemError`.
+    shut down, this raises a `RaySystemError`. `check` is called during the wait, and raises if that should end.
     """
     futures: dict[_K, Future[Any]] = {}  # which have the references
     until = time.monotonic() + timeout_s
@@ -295,6 +299,8 @@ def collect(requests: Mapping[_K, Callable[[], Any]], timeout_s: float) -> dict[
         while ray.is_initialized():
             left = max(0.0, until - time.monotonic())
             if left and wait(futures.values(), min(LOOK_EVERY_S, left)).not_done:
+                if check is not None:
+                    check()
                 continue
             late = ray.exceptions.GetTimeoutError(f"No answer within {timeout_s:g} s.")
             errors: dict[_K, Any] = {key: one.exception() if one.done() else late for key, one in futures.items()}

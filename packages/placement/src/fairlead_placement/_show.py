@@ -176,12 +176,13 @@ def draw_nodes(
     return found
 
 
-def name_holders(holders: Sequence[ResourceHolder], names: AbstractSet[str]) -> str:
-    """Return who holds some of these resources, the first few by name."""
+def name_holders(nodes: Sequence[Node], holders: Sequence[ResourceHolder], names: AbstractSet[str]) -> str:
+    """Return who holds some of these resources on the nodes, the first few by name."""
+    here = {node.node_id for node in nodes}
     named = [
         f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]}"
         for holder in holders
-        if any(names & held.keys() for bundles in holder.bundles.values() for held in bundles)
+        if any(names & held.keys() for node_id in here & holder.bundles.keys() for held in holder.bundles[node_id])
     ]
     rest = [f"{len(named) - NAMED} more"] if len(named) > NAMED else []
     return ", ".join([*named[:NAMED], *rest]) or "tasks, or actors that are starting"

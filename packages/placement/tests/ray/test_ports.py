@@ -161,7 +161,7 @@ def test_a_cluster_leases_until_shutdown(local_ray, leased):
     with RayVirtualCluster([1, 2], use_gpus=False, **own) as cluster:
         ip = cluster.slots()[0].node_ip
         pairs = [cluster.get_master_address_and_port(), cluster.get_available_address_and_port(1, 1)]
-        pairs += cluster.get_available_addresses_and_ports_batch([(0, 0), (1, 0)])
+        pairs += cluster.get_available_addresses_and_ports_batch(iter([(0, 0), (1, 0)]))
         assert sorted(pairs) == [(ip, port) for port in range(LOW, LOW + 4)]
         assert leased() == list(range(LOW, LOW + 4))
         with pytest.raises(PortUnavailableError):

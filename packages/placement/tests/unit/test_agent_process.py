@@ -5,9 +5,11 @@ import contextlib
 import errno
 import os
 import socket
+import threading
 
 import pytest
 
+from fairlead_placement._nodes import agent_process
 from fairlead_placement._nodes.agent_process import NodeAgent
 
 
@@ -124,3 +126,23 @@ def test_publications(process):
     process.release(["key"])
     assert process.read("key", 0) == (0, None)
     assert process.read_all("") == {"other": "theirs"}
+
+
+def test_ports_are_not_used_again_at_once(process):
+    """The search goes on behind the port that was leased last, including where it began again at the lowest one."""
+    process._next = LOW + 2
+    assert process.lease(["mine", "other"], LOW, LOW + 2)[0] == [LOW + 2, LOW]
+    process.release(["mine", "other"])
+    assert process.lease(["mine"], LOW, LOW + 2)[0] == [LOW + 1]
+
+
+def test_an_old_sample(process, monkeypatch, eventually):
+    """A watcher gets no sample from before a pause in which there was none (seam: the sample)."""
+    process.memory("mine", 20.0)
+    process.release(["mine"])
+    assert eventually(lambda: not process._sampler.is_alive())
+    over = threading.Event()
+    monkeypatch.setattr(agent_process, "take_sample", lambda _: over.wait(60))
+    with pytest.raises(TimeoutError, match="No sample of the node's memory within 0 s"):
+        process.memory("mine", 0.0)
+    over.set()

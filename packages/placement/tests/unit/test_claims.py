@@ -36,6 +36,7 @@ def test_a_second_group_is_refused():
         "'critic' cannot run in bundle 1 of logical node 0: the bundle has room for 1 worker group, and 'policy' is "
         "there. Shut 'policy' down, or reserve the cluster with enable_colocation=True."
     )
+    assert caught.value.__context__ is None  # which would print it twice
     claim_slots([slots[0], slots[2]], "others").release()
     first.release()
 

@@ -2,12 +2,18 @@
 """What private parts of Ray report (seam: their answers)."""
 
 import json
+import os
+import shutil
+import subprocess
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 import ray
 from ray.core.generated import autoscaler_pb2
 
+from fairlead_placement import PlacementError
+from fairlead_placement._ray_private import list_raylets
 from fairlead_placement.extension import autoscaler_is_there, collect, drain_deadlines
 
 
@@ -45,3 +51,43 @@ def test_collect_without_ray():
     """Without Ray no request is sent."""
     with pytest.raises(ray.exceptions.RaySystemError, match="Ray has been shut down"):
         collect({"a": lambda: pytest.fail("a request was sent")}, 1.0)
+
+
+def end():
+    raise PlacementError("it was shut down")
+
+
+def test_a_wait_that_is_given_up(monkeypatch):
+    """The wait for answers ends when its check raises (seam: whether Ray runs)."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    late = SimpleNamespace(future=Future)
+    with pytest.raises(PlacementError, match="it was shut down"):
+        collect({"a": lambda: late}, 20.0, check=end)
+
+
+@pytest.mark.parametrize("space", ["--net", "--mount", "--pid"])
+def test_raylets_of_other_namespaces(space, tmp_path):
+    """A raylet whose network, files or pids are others than here is left out, although its process is seen."""
+    if os.geteuid() or shutil.which("unshare") is None:
+        pytest.skip("this process may not create namespaces")
+    program = tmp_path / "raylet"
+    program.symlink_to("/bin/sh")
+    command = [str(program), "-c", "echo runs; read line", "--gcs-address=192.0.2.1:6379", "--node_id=0123"]
+    apart = ["unshare", space, "--fork"] if space == "--pid" else ["unshare", space]
+
+    def is_seen(*prefix):
+        with subprocess.Popen([*prefix, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout.readline() == b"runs\n"
+            seen = "0123" in {raylet.node_id for raylet in list_raylets()}
+            process.stdin.close()
+        return seen
+
+    assert is_seen()
+    assert not is_seen(*apart)
+
+
+def test_raylets_under_other_pids(monkeypatch):
+    """Where /proc is that of another namespace of pids, no process is known by its pid (seam: the own pid)."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr("psutil.process_iter", lambda: pytest.fail("processes were read"))
+    assert list_raylets() == []

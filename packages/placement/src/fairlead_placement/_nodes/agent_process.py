@@ -103,7 +103,7 @@ class NodeAgent:
                 held.close()
             return [], sum(low <= port <= high for port in mine), in_use
         self._held.update(zip(lease_ids, found.items(), strict=True))
-        self._next = max(found) + 1
+        self._next = [*found][-1] + 1
         return list(found), 0, 0
 
     def publish(self, key: str, version: int, value: Any) -> None:
@@ -124,6 +124,8 @@ class NodeAgent:
         """Return the latest sample of the node's memory; one is taken each second until all watchers are released."""
         self._watchers.add(watcher)
         if self._sampler is None or not self._sampler.is_alive():
+            self._sample = None
+            self._is_sampled.clear()
             # A GPU's driver that does not return blocks this thread, and no other request.
             self._sampler = threading.Thread(target=self._keep_sampling, name="fairlead-memory", daemon=True)
             self._sampler.start()

@@ -4,6 +4,7 @@
 The count is per driver. Ray keeps an actor pending, without an error, if its bundle has no room.
 """
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -58,11 +59,11 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
     """
     reference = (lambda: None) if group is None else weakref.ref(group)
     claim = SlotClaim(holder, frozenset(slot.key for slot in slots), reference)
-    try:
+    with contextlib.suppress(ResourceInsufficientError):
         _enter(claim, slots)
-    except ResourceInsufficientError:
-        wait_for_dropped(30.0)  # a dropped group is ended in the background, within about 20 s at worst
-        _enter(claim, slots)
+        return claim
+    wait_for_dropped(30.0)  # a dropped group is ended in the background, within about 20 s at worst
+    _enter(claim, slots)
     return claim
 
 

@@ -98,7 +98,7 @@ class Holding:
 
     def reserve(self, *, unified: bool) -> None:
         """Reserve, unless that has been done."""
-        request, shutdowns = replace(self.request, unified=unified), self._shutdowns
+        request = replace(self.request, unified=unified)
         with self._change(max(request.timeout_s, request.wait_for_nodes_s), request.timeout_name) as check:
             if self.held is not None:
                 return
@@ -106,8 +106,7 @@ class Holding:
             slots = reserve(request, check=check)
             self.request, self.held = request, Held(on=on, slots=slots)
             try:
-                if self._shutdowns != shutdowns:
-                    self._check(shutdowns)  # a signal handler has found nothing to release
+                check()  # a signal handler may have found nothing to release
                 if self.watcher is not None:
                     watch(self.held.node_ids, self.watcher)
             except BaseException:

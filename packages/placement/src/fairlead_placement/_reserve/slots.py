@@ -18,7 +18,7 @@ from .._nodes.head import head_deadline, read_nodes
 from .._plan.topology import accelerator_order
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
-from .groups import Reserved, read_placed
+from .groups import Check, Reserved, allow, read_placed
 
 # Their ids, by the name of the resource.
 Accelerators = Mapping[str, tuple[str, ...]]
@@ -28,11 +28,11 @@ LEAST_S = 60.0
 NOT_SHARED = ("CPU", "object_store_memory", ACCELERATOR_TYPE)
 
 
-def slots_of(placed: Sequence[Reserved], capacity: int, *, timeout_s: float) -> tuple[Slot, ...]:
-    """Return the bundles of groups as slots in physical order, within `timeout_s` for the ids of accelerators."""
+def slots_of(placed: Sequence[Reserved], capacity: int, *, timeout_s: float, check: Check = allow) -> tuple[Slot, ...]:
+    """Return the bundles of groups as slots in physical order; time and `check` are for the ids of accelerators."""
     accelerators: list[list[Accelerators]] = [[{}] * len(reserved.bundles) for reserved in placed]
     if any(bundle.keys() - {"CPU"} for reserved in placed for bundle in reserved.bundles):
-        accelerators = accelerator_ids(placed, timeout_s=timeout_s)
+        accelerators = accelerator_ids(placed, timeout_s=timeout_s, check=check)
     nodes = {node.node_id: (position, node) for position, node in enumerate(read_nodes(with_free=False))}
     if gone := {node_id for reserved in placed for node_id in reserved.node_ids} - nodes.keys():
         raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
@@ -98,13 +98,13 @@ def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     return tuple(numbered)
 
 
-def accelerator_ids(reserved: Sequence[Reserved], *, timeout_s: float) -> list[list[Accelerators]]:
+def accelerator_ids(placed: Sequence[Reserved], *, timeout_s: float, check: Check = allow) -> list[list[Accelerators]]:
     """Return the ids of the accelerators of every bundle, by group and bundle index."""
     # Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle with
     # accelerators runs a short task, all at once.
     known = ray.get_runtime_context().get_accelerator_ids().keys()
     options: dict[tuple[int, int], dict[str, Any]] = {}
-    for number, group in enumerate(reserved):
+    for number, group in enumerate(placed):
         for index, bundle in enumerate(group.bundles):
             held = {kind: amount for kind, amount in bundle.items() if kind in known and amount > 0}
             place = PlacementGroupSchedulingStrategy(group.group, index)
@@ -115,7 +115,7 @@ def accelerator_ids(reserved: Sequence[Reserved], *, timeout_s: float) -> list[l
     def read_ids() -> dict[str, tuple[str, ...]]:
         return {kind: tuple(ids) for kind, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
 
-    outcomes = run_tasks(read_ids, dict.fromkeys(options, ()), options, timeout_s=timeout_s)
+    outcomes = run_tasks(read_ids, dict.fromkeys(options, ()), options, timeout_s=timeout_s, check=check)
     for _, error in outcomes.values():
         if isinstance(error, ray.exceptions.GetTimeoutError):
             raise PlacementTimeoutError(
@@ -128,5 +128,5 @@ def accelerator_ids(reserved: Sequence[Reserved], *, timeout_s: float) -> list[l
             raise error
     return [
         [outcomes.get((number, index), ({}, None))[0] for index in range(len(group.bundles))]
-        for number, group in enumerate(reserved)
+        for number, group in enumerate(placed)
     ]

@@ -61,12 +61,15 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
                 waited = time.monotonic() - began
             if not isinstance(outcome, Refusal):
                 try:
-                    return slots_of(outcome, request.capacity, timeout_s=max(LEAST_S, deadline - time.monotonic()))
+                    left_s = max(LEAST_S, deadline - time.monotonic())
+                    return slots_of(outcome, request.capacity, timeout_s=left_s, check=check)
                 except BaseException as error:
                     remove([reserved.group for reserved in outcome])
                     is_loss = isinstance(error, (ray.exceptions.RayError, PlacementError))  # of a node, most likely
                     if not is_loss or isinstance(error, PlacementTimeoutError) or time.monotonic() >= deadline:
                         raise
+                    check()
+                    time.sleep(pause)
                     continue
             limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
             if waited >= limit:
@@ -130,6 +133,6 @@ def _explain(request: Request, nodes: Sequence[Node], refusal: Refusal, waited: 
         after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
         return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}", report)
     names = {name for ask in request.asks for name in ask.bundle}
-    why = refusal.why.replace("{holders}", name_holders(holders, names))
+    why = refusal.why.replace("{holders}", name_holders(nodes, holders, names))
     error = ResourceInsufficientError if refusal.of_gpus else PlacementTimeoutError
     return error(f"Waited {waited:.1f} s{why} or wait longer ({request.timeout_name}).", report)

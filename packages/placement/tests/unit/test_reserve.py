@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a reservation waits, without Ray."""
+
+import contextlib
+
+import pytest
+import ray
+
+from fairlead_placement import Node, PlacementError, PlacementTimeoutError, RayVirtualCluster, ResourceHolder
+from fairlead_placement._reserve import gpus, wait
+from fairlead_placement._reserve.groups import Reserved
+
+
+def test_a_shutdown_while_nodes_are_lost(monkeypatch):
+    """A reservation that begins again because it lost its nodes ends by a shutdown (seams: Ray's answers)."""
+
+    def lose(*_, **options):
+        raise ray.exceptions.WorkerCrashedError
+
+    def check():
+        raise PlacementError("it was shut down")
+
+    monkeypatch.setattr(wait, "read_nodes", tuple)
+    monkeypatch.setattr(wait, "decide", lambda *_: ({}, "fits"))
+    monkeypatch.setattr(wait, "place", lambda *_, **options: ())
+    monkeypatch.setattr(wait, "remove", lambda _: True)
+    monkeypatch.setattr(wait, "slots_of", lose)
+    cluster = RayVirtualCluster([1], use_gpus=False, reserve_timeout_s=1.0)
+    with pytest.raises(PlacementError, match="it was shut down"):
+        wait.reserve(cluster._holding.request, check)
+
+
+def test_holders_on_other_nodes(monkeypatch):
+    """An error names who holds resources on the nodes that may be used, and no others (seams: Ray's answers)."""
+    nodes = [Node("here", "192.0.2.1", {"CPU": 1.0}, {}, {})]
+    held = [("mine", "here"), ("other", "draining")]
+    holders = [ResourceHolder("placement group", name, name, "01", {where: ({"CPU": 1.0},)}) for name, where in held]
+    monkeypatch.setattr(wait, "read_nodes", lambda: nodes)
+    monkeypatch.setattr(wait, "read_holders", lambda: holders)
+    monkeypatch.setattr(wait, "remove_abandoned", lambda: False)
+    monkeypatch.setattr(wait, "ask_head", lambda *_: False)
+    cluster = RayVirtualCluster([1], use_gpus=False, reserve_timeout_s=0.0)
+    with pytest.raises(
+        PlacementTimeoutError, match=r"others hold what it needs \(placement group mine mine; see below"
+    ):
+        wait.reserve(cluster._holding.request)
+
+
+def test_other_gpus_than_those_named(monkeypatch):
+    """Groups that Ray has placed on other GPUs are removed, and the GPUs count as taken (seams: Ray's answers)."""
+    filler, group, removed = object(), object(), []
+    monkeypatch.setattr(gpus, "hold_free_gpus", lambda *_: contextlib.nullcontext({"0": filler}))
+    monkeypatch.setattr(gpus, "remove", removed.extend)
+    monkeypatch.setattr(gpus, "place", lambda *_, **options: (Reserved(group, (0,), ("here",), ({"GPU": 1.0},)),))
+    monkeypatch.setattr(gpus, "accelerator_ids", lambda *_, **options: [[{"GPU": ("9",)}]])
+    request = RayVirtualCluster([1], gpu_ids=[0])._holding.request
+    node = Node("here", "192.0.2.1", {"GPU": 1.0}, {"GPU": 1.0}, {})
+    assert gpus.take_gpus(request, node, frozenset("0"), deadline=0.0) == ((), {"0"})
+    assert removed == [filler, group]
