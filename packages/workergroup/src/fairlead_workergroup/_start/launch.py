@@ -226,7 +226,7 @@ def start_error(
         cause = getattr(error, "cause", None) or error
         reason, trace = f"its constructor raised {type(cause).__name__}: {cause}", remote_traceback(error)
         if isinstance(cause, TypeError) and "() " in reason and "argument" in reason:
-            reason += ". Its arguments are init_args and init_kwargs of launch, or follow the class in RayWorkerBuilder"
+            reason += ". The constructor gets init_args and init_kwargs of launch, or the arguments of RayWorkerBuilder"
     others = f"of the other {started + len(waiting)} workers {started} had started"
     if waiting:
         ranks = ", ".join(map(str, waiting[:16])) + (", ..." if len(waiting) > 16 else "")
