@@ -153,10 +153,10 @@ def _naming_options(workers: int, cpus: int, gpus: float) -> Iterator[None]:
     try:
         yield
     except PlacementError as error:
-        each = f"cpus_per_worker={cpus}" + (f" and gpus_per_worker={gpus:g}" if gpus else "")
+        each = f"cpus_per_worker={cpus}" + (f" and gpus_per_worker={gpus:g} (0 needs no GPU)" if gpus else "")
         error.add_note(
-            f"launch requested {workers} worker(s) with {each} each: request fewer or smaller ones, or wait longer "
-            "(timeout_s). For wait_for_nodes_s, make a RayVirtualCluster with it, and a RayWorkerGroup on that cluster."
+            f"launch requested {workers} worker(s) with {each} each: request fewer or smaller ones, or wait longer for "
+            "others (timeout_s). For wait_for_nodes_s, make a RayVirtualCluster with it, and a RayWorkerGroup on it."
         )
         raise
 

@@ -73,7 +73,10 @@ def test_no_room():
         raise ResourceInsufficientError("wait for nodes that are joining (wait_for_nodes_s)")
     (note,) = caught.value.__notes__
     assert note.startswith("launch requested 5 worker(s) with cpus_per_worker=1 each: request fewer")
-    assert "For wait_for_nodes_s, make a RayVirtualCluster with it, and a RayWorkerGroup on that cluster." in note
+    assert "For wait_for_nodes_s, make a RayVirtualCluster with it, and a RayWorkerGroup on it." in note
+    with pytest.raises(ResourceInsufficientError) as caught, _naming_options(5, 1, 1):
+        raise ResourceInsufficientError("No node has a GPU.")
+    assert "gpus_per_worker=1 (0 needs no GPU) each" in caught.value.__notes__[0]
 
 
 def test_wrong_forms_of_calls():
