@@ -41,7 +41,7 @@ def draw(
     for number, group in enumerate(groups):
         worker = "W " if len(groups) == 1 else f"G{number}:W"
         name = group.name_prefix or "an unnamed group"
-        lines.append(f"{worker.strip()} r: worker of rank r of {name} ({_count_noun(group.world_size, 'worker')})")
+        lines.append(f"{worker.strip()} r: worker of rank r of {name} ({count_noun(group.world_size, 'worker')})")
         for member in group.worker_metadata:
             label = f"{worker}{member['global_rank']}"
             state, key = member.get("state", ""), (member["node_idx"], member["bundle_index"])
@@ -64,14 +64,14 @@ def draw(
 
 def count_bundles(counts: Sequence[int], held: Mapping[str, float]) -> str:
     """Return how many logical nodes are in use, and how many bundles they have, which hold this each."""
-    return f"{_count_noun(sum(count > 0 for count in counts), 'node')}, {_count_noun(sum(counts), _kind(held))}"
+    return f"{count_noun(sum(count > 0 for count in counts), 'node')}, {count_noun(sum(counts), _kind(held))}"
 
 
 def _kind(held: Mapping[str, float]) -> str:
     return "CPU" if not held else "slot" if list(held.values()) != [1.0] else next(iter(held))
 
 
-def _count_noun(number: int, thing: str) -> str:
+def count_noun(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
@@ -133,7 +133,7 @@ class ReservationReport:
 
     def _draw_request(self) -> Table:
         columns = ["logical node", "bundles", "each", "strategy", *(["planned on"] if self.plan else [])]
-        asked = Table(*columns, title="Asked", title_justify="left")
+        asked = Table(*columns, title="Requested", title_justify="left")
         # A row for each run of neighbouring asks that are alike.
         numbered = [(replace(ask, node_idx=0), ask.node_idx - at, ask) for at, ask in enumerate(self.asks)]
         for _, run in itertools.groupby(numbered, operator.itemgetter(0, 1)):

@@ -85,7 +85,7 @@ class PortUnavailableError(PlacementError, RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"{self.count} port(s) in {self.low}-{self.high} were asked for on {self.node_ip}, but of these "
+            f"{self.count} port(s) in {self.low}-{self.high} were requested on {self.node_ip}, but of these "
             f"{self.high - self.low + 1} ports {self.leased} are leased by this process and {self.in_use} "
             "are, or were a moment ago, bound by other processes. Release leases (shut groups and clusters down) or "
             "give a wider range (port_range_low, port_range_high)."

@@ -121,8 +121,8 @@ def test_held_by_others(local, hold_group):
         assert groups_there() == before
         message = caught.value.reason
         assert re.match(r"Waited \d+\.\d s for particular GPUs\. GPU ", message)
-        assert "GPU 0, 1, 2, 3, asked for logical node 0, are not all free on node" in message
-        assert message.endswith("Release them, ask for others (gpu_ids), or wait longer (reserve_timeout_s).")
+        assert "GPU 0, 1, 2, 3, requested for logical node 0, are not all free on node" in message
+        assert message.endswith("Release them, request others (gpu_ids), or wait longer (reserve_timeout_s).")
         assert caught.value.report.verdict == "taken"
         assert {holder.name for holder in caught.value.report.holders} == {"first", "other[/people]"}
         assert "│ 0            │ 4       │ 1 CPU, 1 GPU │ STRICT_PACK │" in str(caught.value)
@@ -135,8 +135,12 @@ def test_held_by_others(local, hold_group):
 @pytest.mark.parametrize(
     ("counts", "ids", "message"),
     [
-        ([2], [3, 4], r"No node has GPU 4, asked for logical node 0: node \w{8} \([\d.]+\) has 0, 1, 2, 3\..* Ask for"),
-        ([1, 1], [[0], [0]], r"cannot hold 2 logical node\(s\) on the GPUs asked for, even when it is idle: node"),
+        (
+            [2],
+            [3, 4],
+            r"No node has GPU 4, requested for logical node 0: node \w{8} \([\d.]+\) has 0, 1, 2, 3\..* Request",
+        ),
+        ([1, 1], [[0], [0]], r"cannot hold 2 logical nodes on the requested GPUs, even when it is idle: node"),
     ],
 )
 def test_no_node_has_them(local, pauses, counts, ids, message):
@@ -191,6 +195,6 @@ def test_renamed(run_script):
     )
     held, got, no_node, taken = out.splitlines()
     assert (held, got) == ("['5']", "[('GPU-9a',)]")
-    assert "No node has GPU 0, asked for logical node 0: node" in no_node
+    assert "No node has GPU 0, requested for logical node 0: node" in no_node
     assert "has 5, GPU-9a, MIG-7." in no_node
-    assert "GPU 5, asked for logical node 0, is not free on node" in taken
+    assert "GPU 5, requested for logical node 0, is not free on node" in taken

@@ -92,7 +92,8 @@ def test_particular_gpus(ids, eventually):
             with pytest.raises(ResourceInsufficientError) as caught:
                 RayVirtualCluster([2], gpu_ids=[1, 0], reserve_timeout_s=0).reserve()
         for node_id in ids[:2]:
-            assert f"GPU 0, 1, asked for logical node 0, are not all free on node {node_id[:8]}" in caught.value.reason
+            gone = f"GPU 0, 1, requested for logical node 0, are not all free on node {node_id[:8]}"
+            assert gone in caught.value.reason
         assert {holder.name.rpartition("-")[0] for holder in caught.value.report.holders} == {"first-0", "second-0"}
 
 

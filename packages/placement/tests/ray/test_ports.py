@@ -138,7 +138,7 @@ def test_a_range_that_is_used_up(slots, leased):
         error = caught.value
         assert (error.count, error.low, error.high, error.leased, error.in_use) == (4, LOW, LOW + 3, 1, 1)
         assert str(error) == (
-            f"4 port(s) in {LOW}-{LOW + 3} were asked for on {slots[0].node_ip}, but of these 4 ports 1 are leased by "
+            f"4 port(s) in {LOW}-{LOW + 3} were requested on {slots[0].node_ip}, but of these 4 ports 1 are leased by "
             "this process and 1 are, or were a moment ago, bound by other processes. Release leases (shut groups "
             "and clusters down) or give a wider range (port_range_low, port_range_high)."
         )

@@ -139,7 +139,7 @@ def test_never_fits(hold_group, pauses):
     assert pauses == []
     message = str(caught.value)
     for part in (
-        "cannot hold 13 bundles in 4 logical node(s), even when they are idle",
+        "cannot hold 13 bundles in 4 logical nodes, even when they are idle",
         "wait for nodes that are joining (wait_for_nodes_s)",
         "│ 0            │ 2       │ 1 CPU, 1 GPU │ STRICT_PACK │",
         "│ 1 to 2       │ 5 ",

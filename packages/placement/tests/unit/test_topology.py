@@ -93,7 +93,7 @@ def test_not_enough_segments(sizes, message):
         ResourceInsufficientError, match=f"^Cannot form 2 segments of 2 nodes.*{re.escape(message)}"
     ) as caught:
         select_segment_nodes(domains_of(**sizes), 2, 4)
-    assert str(caught.value).endswith("Ask for fewer or smaller segments, or label more nodes (ray.io/gpu-domain).")
+    assert str(caught.value).endswith("Request fewer or smaller segments, or label more nodes (ray.io/gpu-domain).")
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])

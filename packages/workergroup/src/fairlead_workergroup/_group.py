@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 import ray
 
@@ -365,6 +365,14 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    if not TYPE_CHECKING:  # for a type checker, it would make every name an attribute
+
+        def __getattr__(self, name):
+            described = getattr(self.__dict__.get("_core"), "described", None)
+            if name in getattr(getattr(described, "worker_class", None), "methods", ()):
+                raise AttributeError(f"{name!r} is a method of the workers: call it with group.call({name!r})")
+            return super().__getattribute__(name)  # raises Python's own error
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a RayWorkerGroup belongs to the process that made it; send its `handle()` instead")

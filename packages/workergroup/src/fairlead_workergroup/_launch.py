@@ -103,7 +103,10 @@ def launch(
     with contextlib.ExitStack() as made:
         if not ray.is_initialized():
             made.callback(ray.shutdown)
-        _connect(address, sharding.size * cpus_per_worker)
+        if ray.is_initialized() or (address or os.environ.get("RAY_ADDRESS") or "local") != "local":
+            init_ray(address=address)
+        else:
+            init_ray(address="local", num_cpus=max(sharding.size * cpus_per_worker, len(os.sched_getaffinity(0))))
         bundle = {"CPU": float(cpus_per_worker), **gpus}
         rooms = [count_bundles(bundle, node.total) for node in read_nodes()]
         cluster = RayVirtualCluster(
@@ -132,22 +135,16 @@ def launch(
 class _LaunchedGroup(RayWorkerGroup):
     """A group that ends what was made for it: its reservation, and its Ray."""
 
-    made: contextlib.ExitStack | None = None
+    made = contextlib.ExitStack()
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float | None = 30.0, force: bool = False) -> bool:
         try:
             return super().shutdown(cleanup_method, timeout, force)
         finally:
-            if self.made is not None:
-                self.made.close()
+            self.made.close()
 
 
-def _connect(address: str | None, cpus: int) -> None:
-    """Connect to the named cluster, or start Ray here with at least as many CPUs as this."""
-    if ray.is_initialized() or (address or os.environ.get("RAY_ADDRESS") or "local") != "local":
-        init_ray(address=address)
-    else:
-        init_ray(address="local", num_cpus=max(cpus, len(os.sched_getaffinity(0))))
+_LaunchedGroup.__name__ = _LaunchedGroup.__qualname__ = RayWorkerGroup.__name__  # as Python's own errors name it
 
 
 @contextlib.contextmanager
@@ -156,8 +153,11 @@ def _naming_options(workers: int, cpus: int, gpus: float) -> Iterator[None]:
     try:
         yield
     except PlacementError as error:
-        each = f"cpus_per_worker={cpus}" + (f" and gpus_per_worker={gpus:g}" if gpus else "")
-        error.add_note(f"launch asked for {workers} worker(s) with {each} each: ask for fewer or smaller ones.")
+        each = f"cpus_per_worker={cpus}" + (f" and gpus_per_worker={gpus:g} (0 needs no GPU)" if gpus else "")
+        error.add_note(
+            f"launch requested {workers} worker(s) with {each} each: request fewer or smaller ones, or wait longer for "
+            "others (timeout_s). For wait_for_nodes_s, make a RayVirtualCluster with it, and a RayWorkerGroup on it."
+        )
         raise
 
 

@@ -106,13 +106,15 @@ def _read_actors(state: str) -> Mapping[str, Any]:
 
 
 def lost_with(error: BaseException) -> str:
-    """Return "node" or "owner" if an actor died with its node or its owner; "" otherwise.
+    """Return "node" or "owner" if an actor died with its node or its owner, "ray.kill" if it was killed; "" otherwise.
 
     Reason: Ray (2.60) reports that only in the text of its error. Fallback: "", and the kind of the loss is "killed".
     """
     text = str(error).split("\nLast ")[0]
     if "because its node has died" in text:
         return "node"
+    if "killed by `ray.kill`" in text:
+        return "ray.kill"
     return "owner" if "because its owner has died" in text or "placement group" in text else ""
 
 

@@ -186,7 +186,7 @@ def describe(worker: type) -> WorkerClass:
 
 def find_loss(member: Member, error: Exception) -> Any:
     """Return the loss of which the error of a worker that starts tells; None if it tells of none."""
-    core: Any = SimpleNamespace(now=SimpleNamespace(phase="starting"), memory_limit=None)
+    core: Any = SimpleNamespace(now=SimpleNamespace(phase="starting"), memory_limit=None, ending=False)
     return find_losses(core, {member: error}).get(member)
 
 

@@ -3,16 +3,20 @@
 
 import inspect
 import itertools
+import threading
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray import cloudpickle
 
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import PerWorker, Shard
 from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan
 from fairlead_workergroup._start.worker_class import Method
+from fairlead_workergroup._transport import arguments
+from fairlead_workergroup._transport.arguments import Arguments
 
 AXES = ("pp", "dp", "tp")
 
@@ -161,6 +165,21 @@ def test_errors_of_values_name_the_argument():
         make_columns(method, [1], {"rate": Shard([[1], [2]], "dp", "tp")}, plan.column)
     with pytest.raises(ValueError, match="argument 'rate' of 'step': it has 3 values, but 8 workers are called"):
         make_columns(method, [1], {"rate": PerWorker([1, 2, 3])}, plan.column)
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        (threading.Lock(), "create it in the worker's `__init__`"),
+        ([Shard([1, 2], "dp")], "the whole argument the Shard"),
+    ],
+)
+def test_values_that_cannot_be_pickled(monkeypatch, value, remedy):
+    """The refusal ends with the remedy (seam: Ray's object store)."""
+    monkeypatch.setattr(arguments.ray, "put", cloudpickle.dumps)
+    with pytest.raises(TypeError) as caught:
+        Arguments().prepare(value)
+    assert str(caught.value).endswith(remedy)
 
 
 def test_a_view_of_one_worker_has_no_axes():

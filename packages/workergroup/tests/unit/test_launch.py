@@ -2,11 +2,15 @@
 """`launch` refuses wrong arguments before it starts anything."""
 
 import collections
+import copy
+from types import SimpleNamespace
 
 import pytest
 import ray
 
+from fairlead_placement import ResourceInsufficientError
 from fairlead_workergroup import RayWorkerBuilder, launch
+from fairlead_workergroup._launch import _LaunchedGroup, _naming_options
 
 WORKERS = {"workers": 2}
 
@@ -61,3 +65,36 @@ def test_refused(worker, options, message):
         launch(worker, **options)
     assert message in str(caught.value)
     assert not ray.is_initialized()
+
+
+def test_no_room():
+    """The note of a refused reservation names the options of `launch`, and the way to those that it lacks."""
+    with pytest.raises(ResourceInsufficientError) as caught, _naming_options(5, 1, 0):
+        raise ResourceInsufficientError("wait for nodes that are joining (wait_for_nodes_s)")
+    (note,) = caught.value.__notes__
+    assert note.startswith("launch requested 5 worker(s) with cpus_per_worker=1 each: request fewer")
+    assert "For wait_for_nodes_s, make a RayVirtualCluster with it, and a RayWorkerGroup on it." in note
+    with pytest.raises(ResourceInsufficientError) as caught, _naming_options(5, 1, 1):
+        raise ResourceInsufficientError("No node has a GPU.")
+    assert "gpus_per_worker=1 (0 needs no GPU) each" in caught.value.__notes__[0]
+
+
+def test_wrong_forms_of_calls():
+    """A method that is called on the group is refused with the right form; other names are Python's own errors."""
+    group = _LaunchedGroup.__new__(_LaunchedGroup)
+    with pytest.raises(AttributeError, match=r"^'RayWorkerGroup' object has no attribute 'ok'$"):
+        group.ok()
+    described = SimpleNamespace(worker_class=SimpleNamespace(methods={"ok": None}))
+    group._core = SimpleNamespace(described=described)
+    with pytest.raises(AttributeError, match=r"call it with group.call\('ok'\)"):
+        group.ok()
+    with pytest.raises(AttributeError, match=r"^'RayWorkerGroup' object has no attribute 'okay'$"):
+        group.okay()
+    with pytest.raises(AttributeError, match="object has no attribute 'now'"):
+        group.state()
+    with pytest.raises(AttributeError, match="object has no attribute 'now'"):
+        getattr(group, "world_size")  # noqa: B009  a property
+    with pytest.raises(TypeError, match="'RayWorkerGroup' object is not callable"):
+        group("ok")
+    with pytest.raises(TypeError, match="send its `handle\\(\\)` instead"):
+        copy.copy(group)

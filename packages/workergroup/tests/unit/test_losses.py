@@ -39,6 +39,19 @@ def test_errors_of_replies(error, kind):
     assert loss is None or (loss.rank, loss.coords, loss.node_id, loss.pid) == (1, {"dp": 1}, "node", 71)
 
 
+def test_killed_by_a_shutdown():
+    """A worker that its group has killed is shut down; one that had died before keeps its kind."""
+    killed = ray.exceptions.ActorDiedError()
+    killed.error_msg = "The actor is dead because it was killed by `ray.kill`."
+    for error, is_ending, kind in (
+        (killed, True, "shut-down"),
+        (killed, False, "killed"),
+        (DIED, True, "killed"),
+    ):
+        core = SimpleNamespace(memory_limit=0, ending=is_ending)
+        assert find_losses(core, {MEMBER: error})[MEMBER].kind == kind
+
+
 @pytest.mark.parametrize("left_s", [0.0, 1.0])
 def test_silent_node_with_a_verdict(monkeypatch, left_s):
     """A call whose worker has died with a memory limit does not wait for a silent node a second past its deadline."""
@@ -49,7 +62,7 @@ def test_silent_node_with_a_verdict(monkeypatch, left_s):
         return {node_id: TimeoutError("no answer") for node_id in asks}
 
     monkeypatch.setattr(query, "run_on_nodes", run_on_nodes)
-    (loss,) = find_losses(SimpleNamespace(memory_limit=1), {MEMBER: DIED}, within_s=left_s).values()
+    (loss,) = find_losses(SimpleNamespace(memory_limit=1, ending=False), {MEMBER: DIED}, within_s=left_s).values()
     assert loss.kind == "killed"
     assert 0.5 <= sum(waited) < left_s + 1
 

@@ -9,6 +9,7 @@ import pytest
 from fairlead_placement import Slot
 from fairlead_placement.extension import count_bundles
 from fairlead_workergroup._launch import _count_for_each_node
+from fairlead_workergroup._model import Member
 from fairlead_workergroup._start.environment import (
     RANK_VARIABLES,
     WorkerPython,
@@ -16,7 +17,7 @@ from fairlead_workergroup._start.environment import (
     forwarded_variables,
     worker_environment,
 )
-from fairlead_workergroup._start.launch import plan_workers
+from fairlead_workergroup._start.launch import plan_workers, start_error
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import WorkerClass
 
@@ -267,3 +268,17 @@ class TestEachPlace:
             make_plans(1, lambda place: None)
         with pytest.raises(ValueError, match=r"\['LEADER'\] are there for some only"):
             make_plans(2, lambda place: {"LEADER": "1"} if place.rank == 0 else {})
+
+
+def test_wrong_constructor_arguments():
+    """The error names the options for the arguments of a constructor, if they are what is wrong."""
+    (place,) = lay_out(slots(1), prefix="p")
+    member = Member(place, handle=None, actor_id="an actor", node_id="node", pid=71, started=1)
+    for error, is_named in (
+        (TypeError("Model.__init__() missing 1 required positional argument: 'path'"), True),
+        (TypeError("Model() takes no arguments"), True),
+        (TypeError("unsupported operand type(s) for +: 'int' and 'str'"), False),
+        (ValueError("f() is no argument"), False),
+    ):
+        text = str(start_error(error, member, 0, [], None))
+        assert ("init_args and init_kwargs of launch" in text) is is_named

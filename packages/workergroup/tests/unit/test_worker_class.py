@@ -124,6 +124,17 @@ class Hidden:
         return 3
 
 
+def test_call_of_a_private_method():
+    """The refusal names the builder's option if the class has the method."""
+    described = describe_class(Hidden, asks=[], node_id="", runtime_env=None, timeout_s=1.0)
+    with pytest.raises(
+        AttributeError, match=r"it has \['public'\].*RayWorkerBuilder\(Hidden\).with_methods\('_step'\)"
+    ):
+        described.find("_step")
+    with pytest.raises(AttributeError, match=r"it has \['public'\]$"):
+        described.find("_other")
+
+
 def test_methods_with_an_underscore():
     """They are described if they are named; an async one makes the methods of the class overlap, named or not."""
     assert [*describe(Hidden)["methods"]] == ["public"]

@@ -83,7 +83,7 @@ def select_segment_nodes(
         raise ResourceInsufficientError(
             f"Cannot form {num_nodes // segment_size} segments of {segment_size} nodes, each from one topology domain, "
             f"but only {len(selected) // segment_size}. Nodes per domain: {domain_sizes}; {outside} have no domain. "
-            "Ask for fewer or smaller segments, or label more nodes (ray.io/gpu-domain)."
+            "Request fewer or smaller segments, or label more nodes (ray.io/gpu-domain)."
         )
     taken = set(selected)
     return selected, [node_id for _, node_id in ordered if node_id not in taken]

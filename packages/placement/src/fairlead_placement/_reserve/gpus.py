@@ -21,6 +21,7 @@ from .._nodes.functions import run_in_tasks
 from .._plan.planner import decide
 from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
+from .._show import count_noun
 from .groups import Placed, Refusal, Reserved, create_groups, place, remove, remove_on_error
 from .slots import LEAST_S, accelerator_ids
 
@@ -33,6 +34,10 @@ ray.cloudpickle.register_pickle_by_value(_ray_private)
 READ_S = (10.0, 30.0)
 # Nodes named in an error. The free GPUs of each are read.
 SHOWN = 4
+WITHOUT_GPUS = (
+    "To reserve CPUs only, pass use_gpus=False without gpu_ids, and name no GPU in accelerators. Otherwise add nodes "
+    "with GPUs, or wait for nodes that are joining (wait_for_nodes_s)."
+)
 Ids = dict[str, frozenset[str]]
 
 
@@ -99,12 +104,13 @@ def _refuse(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdic
     listed = "; ".join([*has[:SHOWN], *(["..."] if len(has) > SHOWN else [])]) or "no node has a GPU"
     for ask in request.asks:
         if missing := request.gpu_ids[ask.node_idx].difference(*owned.values()):
-            why = f"No node has GPU {_ids(missing)}, asked for logical node {ask.node_idx}: {listed}."
-            return Refusal(why, "Ask for ids that one node has (gpu_ids).", "impossible")
+            why = f"No node has GPU {_ids(missing)}, requested for logical node {ask.node_idx}: {listed}."
+            return Refusal(why, "Request ids that one node has (gpu_ids)." if has else WITHOUT_GPUS, "impossible")
     found = "The cluster cannot hold" if verdict == "impossible" else "No arrangement on the cluster was found for"
+    what = count_noun(len(request.asks), "logical node")
     return Refusal(
-        f"{found} {len(request.asks)} logical node(s) on the GPUs asked for, even when it is idle: {listed}.",
-        "The GPUs of a logical node must be on one node, which needs what else is asked for (see below).",
+        f"{found} {what} on the requested GPUs, even when it is idle: {listed}.",
+        "The GPUs of a logical node must be on one node, which needs the other requested resources (see below).",
         verdict,
     )
 
@@ -113,15 +119,15 @@ def _explain_busy(ask: Ask, missing: Sequence[tuple[Node, frozenset[str]]]) -> R
     """Return why a logical node has no place, from the GPUs that are not free on each node that has them."""
     if not missing or not all(gone for _, gone in missing):
         return Refusal(
-            ": the GPUs asked for are free, but others hold what else the request needs, or take turns with it (see "
+            ": the requested GPUs are free, but others hold what else the request needs, or take turns with it (see "
             "below). Release some of it,"
         )
     reasons = ". ".join(
-        f"GPU {_ids(gone)}, asked for logical node {ask.node_idx}, {'is not' if len(gone) == 1 else 'are not all'} "
+        f"GPU {_ids(gone)}, requested for logical node {ask.node_idx}, {'is not' if len(gone) == 1 else 'are not all'} "
         f"free on {_name(node)}, see below"
         for node, gone in missing[:SHOWN]
     )
-    why = f" for particular GPUs. {reasons}. Release them, ask for others (gpu_ids),"
+    why = f" for particular GPUs. {reasons}. Release them, request others (gpu_ids),"
     return Refusal(why, of_gpus=True)
 
 

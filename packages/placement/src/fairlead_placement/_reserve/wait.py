@@ -13,17 +13,17 @@ from .._model import Node, Request, Verdict
 from .._nodes.head import ask_head, read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
 from .._ray_private import autoscaler_is_there
-from .._show import ReservationReport, Waiting, name_holders
+from .._show import ReservationReport, Waiting, count_noun, name_holders
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
-from .gpus import try_gpus
+from .gpus import WITHOUT_GPUS, try_gpus
 from .groups import Check, Placed, Refusal, allow, place, remove, remove_abandoned
 from .slots import LEAST_S, slots_of
 
 POLL_S = (0.05, 0.5)
 # How often Ray's head is asked for what changes slowly.
 STATUS_S = 2.0
-_ADVICE = "Ask for less, add nodes, or wait for nodes that are joining (wait_for_nodes_s)."
+_ADVICE = "Request less, add nodes, or wait for nodes that are joining (wait_for_nodes_s)."
 
 
 def examine(request: Request) -> ReservationReport:
@@ -97,15 +97,17 @@ def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict) -> Refusa
     own = ", each logical node on a physical node of its own" if request.unified else ""
     size = request.segment_size
     segments = f", in segments of {size} nodes of one topology domain" if size else ""
-    bundles = sum(ask.count for ask in request.asks)
-    what = f"{bundles} bundles in {len(request.asks)} logical node(s){own}{segments}"
+    bundles = count_noun(sum(ask.count for ask in request.asks), "bundle")
+    what = f"{bundles} in {count_noun(len(request.asks), 'logical node')}{own}{segments}"
+    lacks_gpus = "GPU" in request.accelerators and not any(node.total.get("GPU") for node in nodes)
+    advice = f"No node has a GPU. {WITHOUT_GPUS}" if lacks_gpus else _ADVICE
     if verdict == "impossible":
-        return Refusal(f"The present nodes cannot hold {what}, even when they are idle (see below).", _ADVICE, verdict)
+        return Refusal(f"The present nodes cannot hold {what}, even when they are idle (see below).", advice, verdict)
     spread = "" if own or size else 'Use placement_group_strategy="PACK" if a logical node may be on several nodes. '
     return Refusal(
         f"No arrangement of {what} on the present nodes was found, even when they are idle (see below). It is not "
         "proven that there is none.",
-        f"{spread}{_ADVICE}",
+        f"{spread}{advice}",
         verdict,
     )
 

@@ -146,8 +146,8 @@ class Changes:
             return ""
         what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
         return (
-            f"A {what} has been under way for {_world.current.now() - running.asked_at:.1f} s and goes on; it may take "
-            f"start_s={self._provisioner.spec.start_timeout_s:g} s. Make the call again, with a longer timeout."
+            f"A {what} has been under way for {_world.current.now() - running.asked_at:.1f} s and continues; it may "
+            f"take start_s={self._provisioner.spec.start_timeout_s:g} s. Make the call again, with a longer timeout."
         )
 
     def join(self, deadline: Deadline) -> bool:
@@ -194,10 +194,7 @@ class Changes:
                 goes_on = plan.again
 
     def _run(self, run: "_Run") -> tuple[int, ...]:
-        """Do all steps of a plan, and return the ranks that were started.
-
-        Whatever happens, the group is left usable, and nothing is kept that it does not need.
-        """
+        """Do all steps of a plan, and return the ranks that were started."""
         core, plan, failure = self._core, run.plan, None
         try:
             if plan.closes:

@@ -65,8 +65,8 @@ NODE_LOST = "its node is lost"
 Losses = dict[Member, WorkerFailure]
 
 
-def read_loss(member: Member, error: BaseException | None) -> WorkerFailure | None:
-    """Return the loss of which the error of a request to a worker tells; None if it tells of none."""
+def read_loss(member: Member, error: BaseException | None, *, is_ending: bool = False) -> WorkerFailure | None:
+    """Return the loss that the error of a request to a worker reports, or None; `is_ending` if its group shuts down."""
     # An error that a method met, such as the death of a child, is a RayTaskError too: that worker is alive.
     if error is None or isinstance(error, RayTaskError) or not isinstance(error, _LOST):
         return None
@@ -78,7 +78,7 @@ def read_loss(member: Member, error: BaseException | None) -> WorkerFailure | No
         kind = "preempted"
     elif isinstance(error, _NODE_LOST) or lost_with(error) == "node":
         kind = "node-lost"
-    elif isinstance(error, _SHUT_DOWN) or lost_with(error) == "owner":
+    elif isinstance(error, _SHUT_DOWN) or lost_with(error) in ("owner", *(["ray.kill"] if is_ending else [])):
         kind = "shut-down"
     cause = " ".join(str(error).split("\n\t")[0].split())
     return replace(member.failure(kind, cause), exit_code=code, signal=signal)
@@ -97,8 +97,8 @@ def find_losses(
     and of the `silent` ones, which have not replied. A process that exits refuses requests before it has ended, so it
     is looked at until it has, for `within_s` at most.
     """
-    lost = {member: loss for member, error in errors.items() if (loss := read_loss(member, error)) is not None}
-    if lost:
+    losses = {member: read_loss(member, error, is_ending=core.ending) for member, error in errors.items()}
+    if lost := {member: loss for member, loss in losses.items() if loss is not None}:
         return _ask_guards(core, lost, within_s)
     refused = [
         member for member, error in errors.items() if isinstance(error, _SILENT) and not isinstance(error, RayTaskError)

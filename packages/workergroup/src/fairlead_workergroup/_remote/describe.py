@@ -11,10 +11,7 @@ import ray
 
 
 def describe(target: Any, asks: Sequence[dict[str, Any]] = (), more: Sequence[str] = ()) -> dict[str, Any]:
-    """Describe a class that the driver may not be able to import as plain data.
-
-    `asks` are for `configure_worker`, and `more` are methods with a leading underscore.
-    """
+    """Describe a class as plain data: its configuration for each of `asks`, its public methods, and those of `more`."""
     decorated = resolve(target)
     cls = undecorate(decorated)
     methods: dict[str, tuple[str, Any]] = {}

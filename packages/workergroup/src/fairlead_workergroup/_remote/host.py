@@ -37,10 +37,7 @@ FUNCTION = "<function>"
 
 
 def add_to_path(entries: Sequence[str]) -> None:
-    """Put entries of PYTHONPATH into `sys.path` before Python's own modules, where a new Python would have them.
-
-    Processes that the worker starts find the entries in the variable.
-    """
+    """Put entries of PYTHONPATH into `sys.path` before Python's own modules, where a new Python would have them."""
     if not entries:
         return
     rest = [path for path in sys.path if path not in entries]
@@ -215,7 +212,7 @@ class _MethodRun:
 def _prepare_error(method: str, error: BaseException) -> None:
     """Prepare an error of a method for its way to the caller."""
     if isinstance(error, KeyboardInterrupt):
-        shown = RayError(f"{method!r} was interrupted in the worker, whose process goes on. {error}".rstrip())
+        shown = RayError(f"{method!r} was interrupted in the worker, whose process continues. {error}".rstrip())
         shown.fairlead_type = "KeyboardInterrupt"
         raise shown from error
     if isinstance(error, Exception) and not isinstance(error, RayError):

@@ -225,6 +225,8 @@ def start_error(
     else:
         cause = getattr(error, "cause", None) or error
         reason, trace = f"its constructor raised {type(cause).__name__}: {cause}", remote_traceback(error)
+        if isinstance(cause, TypeError) and "() " in reason and "argument" in reason:
+            reason += ". The constructor gets init_args and init_kwargs of launch, or the arguments of RayWorkerBuilder"
     others = f"of the other {started + len(waiting)} workers {started} had started"
     if waiting:
         ranks = ", ".join(map(str, waiting[:16])) + (", ..." if len(waiting) > 16 else "")

@@ -20,10 +20,7 @@ def lay_out(
     workers_per_node: int | Sequence[int] | None = None,
     bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
 ) -> tuple[Place, ...]:
-    """Assign a slot to each rank, in the physical order of the slots, or in the order of `bundle_indices_list`.
-
-    With `bundle_indices_list`, `workers_per_node` has no effect, as in NeMo RL.
-    """
+    """Assign a slot to each rank, in the physical order of the slots, or in the order of `bundle_indices_list`."""
     if not slots:
         raise ValueError("a worker group needs at least one slot, got none")
     if workers_per_node is not None or bundle_indices_list is not None:

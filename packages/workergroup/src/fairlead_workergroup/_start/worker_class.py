@@ -120,7 +120,10 @@ class WorkerClass:
             name = self._name_of(function)
             return self._replacement(function) if name is None else self.methods[name]
         if method not in self.methods:
-            raise AttributeError(f"{self.name} has no public method {method!r}; it has {sorted(self.methods)}")
+            text = f"{self.name} has no public method {method!r}; it has {sorted(self.methods)}"
+            if method.startswith("_") and (self.cls is None or hasattr(self.cls, method)):
+                text += f". To call it too, start the group with RayWorkerBuilder({self.name}).with_methods({method!r})"
+            raise AttributeError(text)
         return self.methods[method]
 
     def _name_of(self, function: Any) -> str | None:
@@ -191,10 +194,7 @@ def describe_class(
     timeout_s: float,
     concurrent: bool | Literal["auto"] = False,
 ) -> WorkerClass:
-    """Describe a class in this process, or in one short task on the node if only its name is given.
-
-    `methods` are described beside the public ones.
-    """
+    """Describe a class in this process, or in one short task on the node if only its name is given."""
     target = make_target(worker)
     if isinstance(worker, str):
         task = ray.remote(describe).options(

@@ -167,7 +167,10 @@ def _explain_failure(value: Any, error: BaseException) -> str:
     """Return the part of a value that cannot be pickled, and the innermost reason, in one line."""
     path, part, reason = find_unpicklable(value, error)
     where = f"its part {path} of type {type(part).__name__}" if path else f"a {type(part).__name__}"
-    return f"{where} cannot be pickled: {reason}"
+    # The reason has the remedy if it is one of this project's own objects.
+    is_own = type(part).__module__.startswith("fairlead_")
+    remedy = "" if is_own else ". Pass what it is made from, or create it in the worker's `__init__`"
+    return f"{where} cannot be pickled: {reason}{remedy}"
 
 
 def find_unpicklable(value: Any, error: BaseException) -> tuple[str, Any, str]:
