@@ -40,7 +40,7 @@ def init_ray(
     announced on this machine. Else it is the local one that an `init_ray` of this user has started last, with the same
     `CUDA_VISIBLE_DEVICES` and `RAY_TMPDIR`, or a new one. One line says which it is and why. `init_ray` never joins the
     private Ray of another program. It passes nothing of this process's environment to the cluster and does not modify
-    `os.environ`, in which Ray itself records that it uses the token of the user, if there is one.
+    `os.environ`, in which Ray itself records that a local cluster uses token authentication.
 
     Args:
         log_dir: where a local cluster keeps its logs and session files; Ray's own folder when None. The path must
@@ -90,15 +90,16 @@ def attach_to(
 ) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
-    The head has `timeout_s` to answer; None is for `ATTACH_S`.
+    The head has `timeout_s` to answer; None is for `ATTACH_S`. With `private`, for commands, the token of the user is
+    taken for a cluster that was named too.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
     if (target := find_target(named, private=private)) is None:
         return None
-    address, reason = target
+    address, reason, is_named = target
     which = f"{address}, which {reason}"
     try:
-        run_in_thread(connect_to_head, address).result(within_s)
+        run_in_thread(connect_to_head, address, private or not is_named).result(within_s)
         context = ray.init(address=address, **options)
     except TimeoutError as error:
         raise HeadTimeoutError(
@@ -123,8 +124,8 @@ def attach_to(
     return context
 
 
-def find_target(named: str | None, *, private: bool = False) -> tuple[str, str] | None:
-    """Return the address of the cluster to attach to, and where it is from; None if this process is to start one.
+def find_target(named: str | None, *, private: bool = False) -> tuple[str, str, bool] | None:
+    """Return the cluster's address, where it is from, and if it was named; None if this process is to start a cluster.
 
     It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started with
     the same visible devices. With `private`, for commands, "auto" also takes the only Ray that this user runs here.
@@ -146,19 +147,19 @@ def find_target(named: str | None, *, private: bool = False) -> tuple[str, str] 
                 f"No Ray cluster answers at {address}. Start one with `ray start --head`, or correct the address (also "
                 "RAY_ADDRESS)."
             )
-        return address, "RAY_ADDRESS names" if from_env else "`address` names"
+        return address, "RAY_ADDRESS names" if from_env else "`address` names", True
     file = cluster_file() or ""
     with contextlib.suppress(OSError, ValueError), open(file, encoding="utf-8") as opened:
         is_mine, address = os.fstat(opened.fileno()).st_uid == os.getuid(), opened.read(300).strip()
         if is_mine and _answers(address):
-            return address, f"`ray start` announced in {file}"
+            return address, f"`ray start` announced in {file}", False
     if started := _list_clusters(local_tag()):
-        return started[-1].address, f"init_ray started in process {started[-1].starter}"
+        return started[-1].address, f"init_ray started in process {started[-1].starter}", False
     if may_start:
         return None
     others = _list_clusters()
     if private and len(others) == 1:
-        return others[0].address, f"process {others[0].starter} started"
+        return others[0].address, f"process {others[0].starter} started", False
     listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
     raise PlacementError(
         '"auto" found no Ray cluster that is named, announced, or started by init_ray with the same '

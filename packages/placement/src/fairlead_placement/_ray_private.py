@@ -117,11 +117,11 @@ def cluster_file() -> str | None:
     return None
 
 
-def connect_to_head(address: str) -> None:
+def connect_to_head(address: str, find_token: bool) -> None:
     """Connect to the head at an address, and return once it has answered. Raise what `ray.init` raises without a token.
 
-    If the user has a token and has not configured the authentication, it is turned on, as Ray does for a cluster that
-    it finds itself.
+    With `find_token`, turn authentication on if the user has a token and has not configured it, as Ray does for a
+    cluster that it finds itself. In a cluster without authentication, Ray's head could not reach such a process.
     Reason: `ray.init` tries for minutes, and cannot be interrupted by a deadline as it has to run in the main thread.
     """
     with contextlib.suppress(*_MISSING):
@@ -129,7 +129,8 @@ def connect_to_head(address: str) -> None:
         from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
         # Earlier versions of Ray do not have it, and start local clusters without authentication.
-        if (enable := getattr(token, "maybe_enable_token_auth_if_token_available", None)) is not None:
+        enable = getattr(token, "maybe_enable_token_auth_if_token_available", None)
+        if find_token and enable is not None:
             enable(warn_if_disabled=False)
         # Without a token that it needs, the client would abort the process.
         token.ensure_token_if_auth_enabled(None, create_token_if_missing=False)

@@ -12,6 +12,7 @@ import ray
 
 from fairlead_placement import HeadTimeoutError, PlacementError, init_ray
 from fairlead_placement._init import find_target, local_tag
+from fairlead_placement.extension import attach
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def test_a_head_that_does_not_answer(how, monkeypatch, listening, machine, annou
     """The error names the address, its origin, and what to do (seam: the head)."""
     answers = threading.Event()
     monkeypatch.setattr("fairlead_placement._init.ATTACH_S", 0.2)
-    monkeypatch.setattr("fairlead_placement._init.connect_to_head", lambda address: answers.wait(60))
+    monkeypatch.setattr("fairlead_placement._init.connect_to_head", lambda address, find_token: answers.wait(60))
     address, file = listening[0], None
     if how == "RAY_ADDRESS":
         monkeypatch.setenv("RAY_ADDRESS", address)
@@ -87,11 +88,11 @@ def test_order(monkeypatch, listening, machine, announce):
     assert find_target(None)[0] == newer
     file = announce(older)
     for named in (None, "auto"):
-        assert find_target(named) == (older, f"`ray start` announced in {file}")
+        assert find_target(named)[:2] == (older, f"`ray start` announced in {file}")
     monkeypatch.setenv("RAY_ADDRESS", newer)
     for named in (None, "auto"):
-        assert find_target(named) == (newer, "RAY_ADDRESS names")
-    assert find_target(older) == (older, "`address` names")
+        assert find_target(named)[:2] == (newer, "RAY_ADDRESS names")
+    assert find_target(older)[:2] == (older, "`address` names")
 
 
 def test_another_users_announcement(listening, announce):
@@ -119,12 +120,12 @@ def test_auto(monkeypatch, listening, machine, dead_address):
     message = rf"with the same CUDA_VISIBLE_DEVICES. You run on this machine: {one} \(process 77\)\. Pass the address"
     with pytest.raises(PlacementError, match=message):
         init_ray(address="auto")
-    assert find_target("auto", private=True) == (one, "process 77 started")
+    assert find_target("auto", private=True)[:2] == (one, "process 77 started")
     machine.append(make_raylet(other, "CPU", starter=78))
     with pytest.raises(PlacementError, match=rf"{one} \(process 77\), {other} \(process 78\)"):
         find_target("auto", private=True)
     machine[-1] = make_raylet(other, local_tag(), starter=78)
-    assert find_target("auto") == (other, "init_ray started in process 78")
+    assert find_target("auto")[:2] == (other, "init_ray started in process 78")
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert find_target(None) == find_target("auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -143,6 +144,36 @@ def test_an_address_of_ray_client(how, monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(PlacementError, match=f"{address!r} is an address of Ray Client, .* with `ray job submit`"):
         init_ray(address=address if how == "argument" else None)
+
+
+@pytest.mark.parametrize(
+    ("how", "find_token", "tries"),
+    [("argument", True, [True]), ("argument", False, [False]), ("file", False, [True])],
+    ids=["a command", "a program", "found"],
+)
+def test_the_token_of_the_user(monkeypatch, listening, announce, how, find_token, tries):
+    """A command takes the user's token for a named cluster too. A program says so by RAY_AUTH_MODE."""
+    tried = []
+
+    def connect(address, find_token):
+        tried.append(find_token)
+        if not find_token:
+            raise ray.exceptions.AuthenticationError("no token")
+
+    monkeypatch.setattr(ray, "init", lambda **options: "context")
+    monkeypatch.setattr("fairlead_placement._init.connect_to_head", connect)
+    if how == "file":
+        announce(listening[0])
+    named = listening[0] if how == "argument" else "auto"
+    if find_token:
+        with attach(named):
+            pass
+    elif tries[-1]:
+        assert init_ray(address=named) == "context"
+    else:
+        with pytest.raises(PlacementError, match="that wants a token"):
+            init_ray(address=named)
+    assert tried == tries
 
 
 @pytest.fixture
