@@ -22,7 +22,6 @@ from unittest import mock
 from ray import cloudpickle
 
 from fairlead_placement import Slot
-from fairlead_workergroup import _observer as observer
 from fairlead_workergroup._observe import query
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.progress import Record
@@ -188,6 +187,5 @@ class Agents:
         with (
             mock.patch.object(query, "run_on_nodes", self.run),
             mock.patch.object(query, "choose_alive", return_value=alive),
-            mock.patch.object(observer, "choose_alive", return_value=alive),
         ):
             yield
