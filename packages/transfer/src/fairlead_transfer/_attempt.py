@@ -18,7 +18,7 @@ from .exceptions import LayoutMismatchError, Phase, RankFailure, TransferError
 
 RESTART = "Start lost workers again with `restart_failed_workers()` of their group, then send again."
 MORE_TIME = (
-    "See what the late ranks do with `detect_stuck_workers(0)` of their group; if they make progress, give more time."
+    "See what the late ranks do with `detect_stuck_workers(1)` of their group; if they make progress, give more time."
 )
 FIX = "Correct what failed, then send again."
 SEND = "Send the version again from the source, with `send(version, again=True)`, or send a new one."
