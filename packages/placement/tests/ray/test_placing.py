@@ -69,7 +69,7 @@ def test_uneven_logical_nodes(joining, eventually):
     took = []
     for _ in range(5):
         began = time.monotonic()
-        with pytest.raises(ResourceInsufficientError, match=r"cannot hold 16 bundles in 3 logical node\(s\)"):
+        with pytest.raises(ResourceInsufficientError, match=r"cannot hold 16 bundles in 3 logical nodes"):
             RayVirtualCluster([5, 6, 5], use_gpus=False).reserve()
         took.append(time.monotonic() - began)
     assert min(took) < 0.1, took

@@ -25,6 +25,8 @@ from ..exceptions import PlacementError, PlacementTimeoutError
 logger = logging.getLogger(__name__)
 # Ray has at least so many seconds to place groups for which the nodes have room: a raylet may be busy.
 PLACING_S = 30.0
+# Nodes report the resources of a new group within this time, which is less than any request to the head gets.
+SHOWN_S = 0.7
 # A group that lacks room for this long has lost a race. Ray's own views of what is free differ for some moments.
 NO_ROOM_S = 1.0
 # What Ray reports of a group that it is about to place. In any other state it has found no room, and will try again.
@@ -226,8 +228,7 @@ def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool
     # The request has a name of its own: if another removal waits for a silent head, this one must be sent too.
     others = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
     request = f"remove placement groups ({min(ids)[:8]}{others})"
-    # Nodes report the resources of a new group within a second.
-    ask_head(request, _remove, groups, connection(), min(deadline, time.monotonic() + 1.0))
+    ask_head(request, _remove, groups, connection(), min(deadline, time.monotonic() + SHOWN_S))
     return wait_until(lambda: ask_head("look whether placement groups are removed", are_returned), deadline)
 
 
