@@ -164,7 +164,7 @@ def test_a_part_of_a_device(node):
     options = {"accelerators": {"GPU": 0.5}, "node_resource_constraints": [model], "reserve_timeout_s": 0}
     with RayVirtualCluster([8], **options) as cluster:
         assert [slot.accelerator_ids for slot in cluster.slots()] == [(str(at // 2),) for at in range(8)]
-    with pytest.raises(ResourceInsufficientError, match="cannot hold 1 bundles"):
+    with pytest.raises(ResourceInsufficientError, match="cannot hold 1 bundle in"):
         RayVirtualCluster([1], node_resource_constraints=[{"accelerator_type:X2": 0.001}]).reserve()
 
 

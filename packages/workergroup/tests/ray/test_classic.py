@@ -342,7 +342,7 @@ def test_shutdown_with_a_call(cluster):
     with RayWorkerGroup(cluster, Recorder, workers_per_node=1) as group:
         futures = group.run_all_workers_single_data("sleep", 600)
         group.shutdown()
-        with pytest.raises(WorkerFailureError, match=r"rank 0 .*: killed"):
+        with pytest.raises(WorkerFailureError, match=r"rank 0 .*: shut-down"):
             group.get_all_worker_results(futures)
         with pytest.raises(WorkerGroupError, match="it has been shut down"):
             group.run_all_workers_single_data("rank")

@@ -189,7 +189,7 @@ class NoModel:
 def test_a_constructor_that_hangs(local_ray: None) -> None:
     """The error says where the constructor stands, and in which process."""
     with RayVirtualCluster([2], use_gpus=False) as cluster, pytest.raises(WorkerStartError) as caught:
-        RayWorkerGroup(cluster, Hanging, timeouts=Timeouts(start_s=5))
+        RayWorkerGroup(cluster, Hanging, timeouts=Timeouts(start_s=12))
     text = str(caught.value)
     assert re.search(r"rank 1 .*, pid [1-9]\d*: at .*test_failures.py:\d+ in load_the_weights", text), text
     assert "1 of 2 workers" in text
