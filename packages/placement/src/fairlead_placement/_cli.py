@@ -65,8 +65,8 @@ def _parse_request(text: str) -> RayVirtualCluster:
 def _nodes(options: argparse.Namespace, output: Output) -> int:
     nodes = read_nodes()
     # What jobs ask for, without the names that mark a node.
-    hidden = ("node:", TAG, "memory", "object_store_memory")
-    names = sorted({name for node in nodes for name in node.total if not name.startswith(hidden)})
+    resources = {name for node in nodes for name in node.total if not name.startswith(("node:", TAG))}
+    names = sorted(resources.difference(("memory", "object_store_memory")))
     output.print(draw_nodes(nodes, read_holders(), names, title=""))
     return 0
 

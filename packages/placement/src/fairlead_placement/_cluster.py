@@ -376,8 +376,12 @@ class RayVirtualCluster:
 
         These are the groups of this process that were passed to `claim_slots` and have not been shut down.
         """
+        return tuple(groups_on(self._shown_slots()))
+
+    def _shown_slots(self) -> tuple[Slot, ...]:
+        """Return the slots that are held now; looking at them reserves nothing."""
         held = self._holding.held
-        return () if held is None or held.ray_ended else tuple(groups_on(self.slots()))
+        return () if held is None or held.ray_ended else self.slots()
 
     def grid(self, worker_groups: Sequence[Any] = (), *, title: str | None = None) -> RenderableType:
         """Return the cluster as a table for rich: a row per logical node, a cell per slot. Reserves nothing.
@@ -386,9 +390,7 @@ class RayVirtualCluster:
             worker_groups: groups to draw in it. They have `name_prefix`, `world_size` and `worker_metadata`.
             title: replaces the headline that counts nodes and GPUs.
         """
-        held = self._holding.held
-        slots = () if held is None or held.ray_ended else self.slots()
-        return draw(self._counts, slots, self._holding.request.accelerators, worker_groups, title)
+        return draw(self._counts, self._shown_slots(), self._holding.request.accelerators, worker_groups, title)
 
     def print_cluster_grid(self, worker_group: Any | None = None) -> None:
         """Print the grid, with the workers of one group. Reserves nothing."""

@@ -158,6 +158,15 @@ def _check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dic
     return {name: float(amount) for name, amount in accelerators.items()}
 
 
+def _check_segments(size: Any, used: int, strategy: str) -> None:
+    """Refuse a number of logical nodes that are to share a topology domain, of those that are in use."""
+    check_positive("segment_size", size)
+    if strategy != "STRICT_PACK":
+        raise ValueError(f"segment_size needs placement_group_strategy='STRICT_PACK', got {strategy!r}")
+    if used % size:
+        raise ValueError(f"{used} logical nodes in use are not a multiple of segment_size={size}")
+
+
 def make_request(
     counts: Any,
     *,
@@ -200,11 +209,7 @@ def make_request(
                 f"got {what!r}: {amount!r}"
             )
     if segment_size is not None:
-        check_positive("segment_size", segment_size)
-        if strategy != "STRICT_PACK":
-            raise ValueError(f"segment_size needs placement_group_strategy='STRICT_PACK', got {strategy!r}")
-        if (used := sum(map(bool, counts))) % segment_size:
-            raise ValueError(f"{used} logical nodes in use are not a multiple of segment_size={segment_size}")
+        _check_segments(segment_size, sum(map(bool, counts)), strategy)
     wanted = {} if gpu_ids is None else _check_gpu_ids(gpu_ids, counts, held.get("GPU", 0), strategy, segment_size)
     asks = [
         Ask(index, count, {**bundle, **extra}, strategy, dict(labels or {}))
