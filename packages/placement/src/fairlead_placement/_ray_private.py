@@ -55,6 +55,14 @@ def connection() -> object | None:
     return worker._global_node if worker.global_worker.connected else None
 
 
+def started_here() -> bool:
+    """Return whether this process has started the Ray that it is connected to, so that nothing adds nodes to it.
+
+    Reason: Ray's public context does not say which process has started a cluster.
+    """
+    return bool(getattr(connection(), "head", False))
+
+
 @dataclass(frozen=True)
 class Raylet:
     """A raylet on this machine: its cluster's head, its node, the process that started it, when, and its user."""

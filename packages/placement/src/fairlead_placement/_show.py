@@ -32,7 +32,7 @@ def draw(
     if not sum(counts):
         return Text("Empty Ray Cluster")
     kind = _kind(held)
-    each = _amounts(held) if kind == "slot" else f"one {kind}"
+    each = name_amounts(held) if kind == "slot" else f"one {kind}"
     lines = [f"n.s: slot s of logical node n ({each} each){'' if slots else ', not reserved yet'}"]
     rows = group_pairs((slot.node_idx, slot) for slot in slots)
     # A row's cells are in physical order.
@@ -142,7 +142,7 @@ class ReservationReport:
             number = str(first) if first == last else f"{first} to {last}"
             labels = "".join(f"\non {key}: {condition}" for key, condition in ask.labels.items())
             nodes = dict.fromkeys(node_id for ask in asks for node_id in self.plan.get(ask.node_idx, ()))
-            cells = [number, str(ask.count), _amounts(ask.bundle) + labels, ask.strategy]
+            cells = [number, str(ask.count), name_amounts(ask.bundle) + labels, ask.strategy]
             cells += [", ".join(node_id[:8] for node_id in nodes)] if self.plan else []
             asked.add_row(*map(Text, cells))
         return asked
@@ -162,16 +162,16 @@ def draw_nodes(
         for holder in holders:
             if not (bundles := holder.bundles.get(node.node_id)):
                 continue
-            counted = Counter(map(_amounts, bundles)).items()
+            counted = Counter(map(name_amounts, bundles)).items()
             held_by.append(
                 f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]} (job {holder.job_id}): "
                 + ", ".join(f"{count} x {what}" for what, count in counted)
             )
             rest = {name: amount - sum(bundle.get(name, 0.0) for bundle in bundles) for name, amount in rest.items()}
         if others := {name: amount for name, amount in rest.items() if amount > 1e-4}:
-            held_by.append(f"tasks, or actors that are starting: {_amounts(others)}")
+            held_by.append(f"tasks, or actors that are starting: {name_amounts(others)}")
         # Text, so that a name is not parsed as markup.
-        cells = (node.node_id[:8], node.ip, _amounts(total), _amounts(free), "\n".join(held_by))
+        cells = (node.node_id[:8], node.ip, name_amounts(total), name_amounts(free), "\n".join(held_by))
         found.add_row(*map(Text, cells))
     return found
 
@@ -188,7 +188,7 @@ def name_holders(nodes: Sequence[Node], holders: Sequence[ResourceHolder], names
     return ", ".join([*named[:NAMED], *rest]) or "tasks, or actors that are starting"
 
 
-def _amounts(resources: Mapping[str, float]) -> str:
+def name_amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items())) or "nothing"
 
 

@@ -2,6 +2,8 @@
 """Waits until a request can be placed, or raises an error that explains why it cannot and leaves nothing behind."""
 
 import contextlib
+import logging
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -12,15 +14,18 @@ import ray
 from .._model import Node, Request, Verdict
 from .._nodes.head import ask_head, read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
-from .._ray_private import autoscaler_is_there
-from .._show import ReservationReport, Waiting, count_noun, name_holders
+from .._ray_private import autoscaler_is_there, started_here
+from .._show import ReservationReport, Waiting, count_noun, name_amounts, name_holders
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
 from .gpus import WITHOUT_GPUS, try_gpus
 from .groups import Check, Placed, Refusal, allow, place, remove, remove_abandoned
 from .slots import LEAST_S, slots_of
 
+logger = logging.getLogger(__name__)
 POLL_S = (0.05, 0.5)
+# A reservation that waits for longer logs why.
+SILENT_S = 1.0
 # How often Ray's head is asked for what changes slowly.
 STATUS_S = 2.0
 _ADVICE = "Request less, add nodes, or wait for nodes that are joining (wait_for_nodes_s)."
@@ -41,6 +46,7 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
     request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
     began = time.monotonic()
     deadline, pause, ask_again_at = began + request.timeout_s, POLL_S[0], 0.0
+    silent_s = SILENT_S
     owned: dict[str, frozenset[str]] = {}  # the ids of the GPUs of nodes
     with contextlib.ExitStack() as stack:
         waiting: Waiting | None = None
@@ -74,6 +80,10 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
             limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
             if waited >= limit:
                 raise _explain(request, nodes, outcome, waited)
+            if waited >= silent_s:
+                silent_s = math.inf
+                why = _explain(request, nodes, outcome, waited)
+                logger.warning("Reserving %s, for up to %g s. %s", request.name or "a cluster", limit, why.reason)
             waiting = waiting or stack.enter_context(Waiting(f"Reserving {request.name or 'a cluster'}"))
             waiting.show("there is no room for it" if outcome.verdict == "taken" else "nodes have to join", limit)
             check()
@@ -87,8 +97,7 @@ def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict) -> Refusa
     if verdict in ("fits", "taken"):
         if is_in_use(request.asks, nodes):
             return Refusal(
-                ": the request would fit on these nodes, but others hold what it needs ({holders}; see below). Release "
-                "some of it,"
+                ": the request would fit on these nodes, but others hold what it needs ({holders}). Release some of it,"
             )
         return Refusal(
             ": the nodes have room for the request, but Ray has not placed it. Others may have been faster for a "
@@ -127,14 +136,23 @@ def _place_on_new_nodes(request: Request, check: Check, began: float) -> Placed 
         return place(request, {}, deadline=began + limit_s, check=wait, grace_s=None)
 
 
-def _explain(request: Request, nodes: Sequence[Node], refusal: Refusal, waited: float) -> PlacementError:
+def _explain(
+    request: Request, nodes: Sequence[Node], refusal: Refusal, waited: float
+) -> ResourceInsufficientError | PlacementTimeoutError:
     """Return the error of a request that has no room at the end of its time."""
     holders = read_holders()
     report = ReservationReport(request.asks, tuple(nodes), holders, refusal.verdict)
+    names = {name for ask in request.asks for name in ask.bundle}
+    own = ""
+    if started_here():
+        total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in names}
+        own = (
+            f" This process has started its Ray itself, with {name_amounts(total)}. To start it with more, call "
+            "init_ray(num_cpus=...) before anything else."
+        )
     if refusal.verdict != "taken":
         after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
-        return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}", report)
-    names = {name for ask in request.asks for name in ask.bundle}
+        return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}{own}", report)
     why = refusal.why.replace("{holders}", name_holders(nodes, holders, names))
     error = ResourceInsufficientError if refusal.of_gpus else PlacementTimeoutError
-    return error(f"Waited {waited:.1f} s{why} or wait longer ({request.timeout_name}).", report)
+    return error(f"Waited {waited:.1f} s{why} or wait longer ({request.timeout_name}).{own}", report)
