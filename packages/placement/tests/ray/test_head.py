@@ -78,10 +78,8 @@ USES = {
         lambda cluster: RayVirtualCluster([1], use_gpus=False, reserve_timeout_s=LIMIT_S).reserve(),
         HeadTimeoutError,
     ),
-    "select": (lambda cluster: cluster.select(node_idx=0), None),
     "shutdown": (lambda cluster: cluster.shutdown(), HeadTimeoutError),
     "slots": (lambda cluster: cluster.slots(), None),
-    "split": (lambda cluster: cluster.split([1]), None),
     "world_size": (lambda cluster: cluster.world_size(), None),
 }
 # These wait for each other, so that each has a cluster of its own.
