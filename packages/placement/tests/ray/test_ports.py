@@ -206,7 +206,7 @@ def test_a_killed_agent(slots, leased, kill_agent, eventually, caplog):
     """When an agent dies its leases are lost, with a warning. The next request creates another one."""
     ((old,),) = lease_ports(slots[:1], low=LOW, high=LOW)
     kill_agent()
-    assert eventually(lambda: f"The leases of port(s) {LOW} on node {old.node_id[:8]}" in caplog.text)
+    assert eventually(lambda: f"The agent of node {old.node_id[:8]} has died" in caplog.text)
     ((new,),) = lease_ports(slots[:1], low=LOW, high=LOW)
     old.release()
     assert leased() == [LOW]
