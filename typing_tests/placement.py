@@ -45,7 +45,7 @@ def use(cluster: RayVirtualCluster) -> None:
 def explain(cluster: RayVirtualCluster) -> None:
     report = cluster.explain(unified=True)
     assert_type(report, placement.ReservationReport)
-    assert_type(report.verdict, Literal["fits", "taken", "impossible", "not found"])
+    assert_type(report.verdict, Literal["fits", "taken", "impossible"])
     assert_type(report.nodes, tuple[placement.Node, ...])
     assert_type(report.holders, tuple[placement.ResourceHolder, ...])
     (usage, *_) = cluster.get_resource_usage()

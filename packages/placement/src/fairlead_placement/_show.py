@@ -79,7 +79,6 @@ _VERDICTS: dict[Verdict, str] = {
     "fits": "It fits now.",
     "taken": "It would fit, but others hold what it needs.",
     "impossible": "It does not fit on the present nodes, even when nothing else runs.",
-    "not found": "No arrangement was found on the present nodes, even when nothing else runs.",
 }
 
 
@@ -110,9 +109,8 @@ class ReservationReport:
         asks: the requests, one per logical node in use.
         nodes: the nodes that were alive, in physical order.
         holders: the placement groups and actors that held resources on them.
-        verdict: "fits"; "taken" (it would fit, but others hold what it needs); "impossible" (it does not fit even when
-            the nodes are idle); or "not found". The last means that no arrangement was found even for idle nodes, which
-            is no proof that there is none.
+        verdict: "fits"; "taken" (it would fit, but others hold what it needs); or "impossible" (the planner, which
+            revises no choice, finds no arrangement even when the nodes are idle).
         plan: if it fits, the node ids on which `reserve` would place the bundles of each logical node; empty if the
             strategy lets Ray choose the nodes.
     """

@@ -110,15 +110,10 @@ def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict) -> Refusa
     what = f"{bundles} in {count_noun(len(request.asks), 'logical node')}{own}{segments}"
     lacks_gpus = "GPU" in request.accelerators and not any(node.total.get("GPU") for node in nodes)
     advice = f"No node has a GPU. {WITHOUT_GPUS}" if lacks_gpus else _ADVICE
-    if verdict == "impossible":
-        return Refusal(f"The present nodes cannot hold {what}, even when they are idle (see below).", advice, verdict)
-    spread = "" if own or size else 'Use placement_group_strategy="PACK" if a logical node may be on several nodes. '
-    return Refusal(
-        f"No arrangement of {what} on the present nodes was found, even when they are idle (see below). It is not "
-        "proven that there is none.",
-        f"{spread}{advice}",
-        verdict,
-    )
+    spread = [replace(ask, strategy="PACK") for ask in request.asks]
+    if not own and not size and decide(spread, nodes).verdict != "impossible":
+        advice = f'Use placement_group_strategy="PACK" if a logical node may be on several nodes. {advice}'
+    return Refusal(f"The present nodes cannot hold {what}, even when they are idle (see below).", advice, verdict)
 
 
 def _place_on_new_nodes(request: Request, check: Check, began: float) -> Placed | None:
