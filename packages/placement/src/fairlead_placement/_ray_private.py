@@ -208,35 +208,6 @@ def live_actors() -> tuple[LiveActor, ...]:
     return ()
 
 
-def abandoned_groups() -> dict[str, str]:
-    """Return the groups that dead actors of this job, or earlier processes of the caller, have created: names by id.
-
-    Groups that an actor uses are left out, and those that the user has detached.
-    Reason: Ray's public table does not list who has created a group.
-    """
-    import psutil  # Ray brings it along
-
-    here = ray.get_runtime_context()
-    job, me, began_ms = here.get_job_id(), here.get_actor_id() or None, 1000 * psutil.Process().create_time()
-
-    def is_left(row: Any) -> bool:
-        is_earlier = row.creator_actor_id.hex() == me and row.placement_group_creation_timestamp_ms < began_ms
-        return not row.is_detached and (row.creator_actor_dead or is_earlier)
-
-    with contextlib.suppress(*_MISSING):
-        from ray.core.generated.gcs_pb2 import PlacementGroupTableData as Row
-
-        rows = map(Row.FromString, ray._private.state.state._connect_and_get_accessor().get_placement_group_table())
-        left = {
-            row.placement_group_id.hex(): row.name
-            for row in rows
-            if row.state != Row.REMOVED and row.creator_job_id.hex() == job and is_left(row)
-        }
-        used = {name.rpartition("_")[2] for actor in live_actors() for name in actor.resources} if left else set()
-        return {group_id: name for group_id, name in left.items() if group_id not in used}
-    return {}
-
-
 def accelerator_names() -> frozenset[str]:
     """Return the names of the resources that Ray takes for accelerators, of which it assigns ids to processes.
 

@@ -19,7 +19,7 @@ from .._show import ReservationReport, Waiting, count_noun, name_amounts, name_h
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
 from .gpus import WITHOUT_GPUS, try_gpus
-from .groups import Check, Placed, Refusal, allow, place, remove, remove_abandoned
+from .groups import Check, Placed, Refusal, allow, place, remove
 from .slots import LEAST_S, slots_of
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,6 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
                 outcome = _refuse(request, nodes, verdict) if placed is None else placed
             if isinstance(outcome, Refusal) and waited >= ask_again_at:
                 ask_again_at = waited + STATUS_S
-                if remove_abandoned():
-                    continue
                 outcome = _place_on_new_nodes(request, check, began) or outcome
                 waited = time.monotonic() - began
             if not isinstance(outcome, Refusal):
