@@ -351,12 +351,11 @@ class RayVirtualCluster:
     def shutdown(self) -> bool:
         """Release leased ports and placement groups, with everything that runs in them.
 
-        Waits at most 30 s until Ray has the resources. Can be repeated, and is safe after Ray has ended. A method of
-        another thread that changes the cluster fails.
+        Waits at most 30 s until Ray has the resources. Can be repeated, and is safe after Ray has ended. A method that
+        changes the cluster at the time, on another thread or below a signal handler, fails and releases what it took.
 
         Raises:
-            PlacementError: Ray did not have the resources back in time; or this is a signal handler in the middle of
-                `reserve`, which then fails and releases what it has taken.
+            PlacementError: Ray did not have the resources back in time.
             PlacementTimeoutError: a method of another thread has not ended in time. It releases what it has taken.
             HeadTimeoutError: Ray's head did not answer. It removes the groups in the background once it answers.
         """
