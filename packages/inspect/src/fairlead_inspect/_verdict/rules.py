@@ -52,7 +52,7 @@ def exit_status(findings: Iterable[Finding]) -> int:
 class _End:
     """The facts about the processes at the end of a wait: those that wait for nobody that is known."""
 
-    at: Position  # of the first of them
+    place: Position  # of the first of them
     alike: bool  # all stand at one place
     age: float | None  # of the one that has stood for least; None if that is not known
     waited: float  # for how long those in a collective have waited for them; 0 if that is not known
@@ -77,35 +77,35 @@ class _Row:
 
 # The first row that holds is the finding.
 _TABLE = (
-    _Row("undecided", lambda end: end.at.kind in ("opaque", "channel"),
+    _Row("undecided", lambda end: end.place.kind in ("opaque", "channel"),
          "runs a call, and another thread or a coroutine of it may wait"),
-    _Row("undecided", lambda end: end.at.kind == "unread", "its stacks cannot be read"),
-    _Row("undecided", lambda end: end.at.kind in ("device", "collective"),
+    _Row("undecided", lambda end: end.place.kind == "unread", "its stacks cannot be read"),
+    _Row("undecided", lambda end: end.place.kind in ("device", "collective"),
          "may wait for its device or for another rank"),
-    _Row("undecided", lambda end: end.at.kind in ("library", "ray-get"),
+    _Row("undecided", lambda end: end.place.kind in ("library", "ray-get"),
          "waits inside Ray or one of its libraries, and it is not known what for"),
     _Row("undecided", lambda end: not end.alike, "does not move; it may wait for another one"),
     _Row("working", lambda end: end.young, "others wait for it, but it has not stood still for as long as --after"),
-    _Row("late", lambda end: end.at.kind == "idle" and end.called and end.certain,
+    _Row("late", lambda end: end.place.kind == "idle" and end.called and end.certain,
          "runs nothing: it was not called, or it has returned", blames=True),
-    _Row("late", lambda end: end.at.kind == "idle" and end.paused and end.certain,
+    _Row("late", lambda end: end.place.kind == "idle" and end.paused and end.certain,
          "is a generator that waits until its items are taken, or waits inside of Ray", blames=True),
-    _Row("undecided", lambda end: end.at.kind == "idle", "runs nothing: its call may be over, or wait for its turn"),
-    _Row("undecided", lambda end: end.at.motion == "unknown", "was not seen long enough to say whether it moves"),
-    _Row("undecided", lambda end: end.age is None and end.at.motion == "waking",
+    _Row("undecided", lambda end: end.place.kind == "idle", "runs nothing: its call may be over, or wait for its turn"),
+    _Row("undecided", lambda end: end.place.motion == "unknown", "was not seen long enough to say whether it moves"),
+    _Row("undecided", lambda end: end.age is None and end.place.motion == "waking",
          "wakes up now and then at one line, and it is not known since when"),
-    _Row("undecided", lambda end: end.age is None and end.at.motion != "spinning",
+    _Row("undecided", lambda end: end.age is None and end.place.motion != "spinning",
          "does not move, and it is not known since when"),
-    _Row("working", lambda end: not end.late and not (end.collective and end.at.motion == "spinning"),
+    _Row("working", lambda end: not end.late and not (end.collective and end.place.motion == "spinning"),
          "others wait for it, but it has not stood still for as long as --after"),
-    _Row("disk", lambda end: end.at.motion == "disk" and end.certain,
+    _Row("disk", lambda end: end.place.motion == "disk" and end.certain,
          "waits for a disk or for a device driver", blames=True),
-    _Row("undecided", lambda end: end.sleeps and not (end.collective and end.at.motion == "still"),
+    _Row("undecided", lambda end: end.sleeps and not (end.collective and end.place.motion == "still"),
          "sleeps on purpose, or has traffic"),
-    _Row("late", lambda end: end.at.motion == "still" and end.certain, "does not move", blames=True),
-    _Row("late", lambda end: end.at.motion == "waking" and end.certain,
+    _Row("late", lambda end: end.place.motion == "still" and end.certain, "does not move", blames=True),
+    _Row("late", lambda end: end.place.motion == "waking" and end.certain,
          "stands at one line, where it only wakes up to look again", blames=True),
-    _Row("undecided", lambda end: end.at.motion == "spinning",
+    _Row("undecided", lambda end: end.place.motion == "spinning",
          "uses a whole core at one line: an endless loop, or long work"),
     _Row("undecided", lambda end: True, "does not move; it may wait for another one"),
 )  # fmt: skip
@@ -213,17 +213,17 @@ def _find_doubt(case: Case, moving: Sequence[str], wait: Wait) -> str | None:
 def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) -> Finding:
     """Return the finding of a row that blames."""
     age, source = case.age(keys[0])
-    if end.paused or end.at.kind == "opaque":
+    if end.paused or end.place.kind == "opaque":
         age, source = case.call_age(keys[0]), CALLED
-    elif age is None or end.at.kind == "idle":
+    elif age is None or end.place.kind == "idle":
         age, source = end.waited, WAITED
     # Whoever waits for a peer outside, or polls, may be served later.
     alone = len(keys) == 1 and wait.workers is not None and wait.workers.confidence == "certain"
-    alone &= end.at.kind == "user" and not (end.at.thread and ":" in end.at.thread.waits_on)
+    alone &= end.place.kind == "user" and not (end.place.thread and ":" in end.place.thread.waits_on)
     text = row.text + case.describe_place(keys[0])
     if row.kind == "disk":
         text += f" ({case.graph.processes[keys[0]].file or 'state D'})"
-    sure = alone and end.at.motion == "still" and source == RAN
+    sure = alone and end.place.motion == "still" and source == RAN
     counts, process, thread = "no thread that runs a task", case.graph.processes.get(keys[0]), case.at(keys[0]).thread
     if process is not None and thread is not None:
         moves = f"{thread.switches} context switches and {thread.ticks} ticks in {process.window_s:.1f} s"
@@ -244,7 +244,7 @@ def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
     reached = case.graph.reach(wait.waiters)
     missing = wait.workers is not None and wait.workers.missing and not case.snapshot.partial
     return _End(
-        at=places[0],
+        place=places[0],
         alike=len({(place.kind, place.motion == "disk", place.where) for place in places}) == 1
         and not any(place.moves for place in places),
         age=age,
@@ -375,9 +375,9 @@ def _is_all_awaited(case: Case, key: str) -> bool:
 
 # What is said of the only process that stands, before the rows for the ends of waits that are certain.
 _ONLY = (
-    _Row("late", lambda end: end.at.kind == "opaque",
+    _Row("late", lambda end: end.place.kind == "opaque",
          "runs calls in coroutines, which show no position, and its event loop rests without a timer", blames=True),
-    _Row("late", lambda end: end.at.kind == "ray-get",
+    _Row("late", lambda end: end.place.kind == "ray-get",
          "waits for a queue or a barrier of Ray, for which nobody else does anything", blames=True),
 )  # fmt: skip
 
