@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows clusters, reservations, refusals and waits to people."""
+"""Shows clusters, reservations and refusals to people."""
 
 import io
 import itertools
 import operator
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -195,32 +193,3 @@ def as_text(renderable: RenderableType) -> str:
     console = Console(file=io.StringIO(), width=110, record=True, force_terminal=False, color_system=None)
     console.print(renderable)
     return "\n".join(line.rstrip() for line in console.export_text().rstrip().splitlines())
-
-
-QUIET_S = 1.0
-
-
-class Waiting(AbstractContextManager["Waiting"]):
-    """Shows why and for how long the program waits. Writes nothing if standard error is not a terminal.
-
-    Args:
-        doing: the current activity, as a participle ("Waiting for 2 slices").
-    """
-
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
-        self._began = time.monotonic()
-        self._console = Console(stderr=True)
-        self._status = self._console.status("")
-
-    def show(self, what: str, limit_s: float) -> None:
-        """Show the current reason for waiting, and the limit in seconds."""
-        waited = time.monotonic() - self._began
-        if waited < QUIET_S or not self._console.is_terminal:
-            return
-        # Text, so that a name is not parsed as markup.
-        self._status.update(Text(f"{self._doing}: {what}, {waited:.0f} of {limit_s:g} s"))
-        self._status.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()

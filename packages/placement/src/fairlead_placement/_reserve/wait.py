@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waits until a request can be placed, or raises an error that explains why it cannot and leaves nothing behind."""
 
-import contextlib
 import logging
 import math
 import random
@@ -15,7 +14,7 @@ from .._model import Node, Request, Verdict
 from .._nodes.head import ask_head, read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
 from .._ray_private import autoscaler_is_there, started_here
-from .._show import ReservationReport, Waiting, count_noun, name_amounts, name_holders
+from .._show import ReservationReport, count_noun, name_amounts, name_holders
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
 from .gpus import WITHOUT_GPUS, try_gpus
@@ -48,46 +47,42 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
     deadline, pause, ask_again_at = began + request.timeout_s, POLL_S[0], 0.0
     silent_s = SILENT_S
     owned: dict[str, frozenset[str]] = {}  # the ids of the GPUs of nodes
-    with contextlib.ExitStack() as stack:
-        waiting: Waiting | None = None
-        while True:
+    while True:
+        waited = time.monotonic() - began
+        nodes = read_nodes()
+        if request.gpu_ids:
+            outcome = try_gpus(request, nodes, owned, deadline=deadline)
+        else:
+            plan, verdict = decide(request.asks, nodes, request.unified, request.segment_size)
+            placed = None if plan is None else place(request, plan, deadline=deadline, check=check)
+            outcome = _refuse(request, nodes, verdict) if placed is None else placed
+        if isinstance(outcome, Refusal) and waited >= ask_again_at:
+            ask_again_at = waited + STATUS_S
+            outcome = _place_on_new_nodes(request, check, began) or outcome
             waited = time.monotonic() - began
-            nodes = read_nodes()
-            if request.gpu_ids:
-                outcome = try_gpus(request, nodes, owned, deadline=deadline)
-            else:
-                plan, verdict = decide(request.asks, nodes, request.unified, request.segment_size)
-                placed = None if plan is None else place(request, plan, deadline=deadline, check=check)
-                outcome = _refuse(request, nodes, verdict) if placed is None else placed
-            if isinstance(outcome, Refusal) and waited >= ask_again_at:
-                ask_again_at = waited + STATUS_S
-                outcome = _place_on_new_nodes(request, check, began) or outcome
-                waited = time.monotonic() - began
-            if not isinstance(outcome, Refusal):
-                try:
-                    left_s = max(LEAST_S, deadline - time.monotonic())
-                    return slots_of(outcome, request.capacity, timeout_s=left_s, check=check)
-                except BaseException as error:
-                    remove([reserved.group for reserved in outcome])
-                    is_loss = isinstance(error, (ray.exceptions.RayError, PlacementError))  # of a node, most likely
-                    if not is_loss or isinstance(error, PlacementTimeoutError) or time.monotonic() >= deadline:
-                        raise
-                    check()
-                    time.sleep(pause)
-                    continue
-            limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
-            if waited >= limit:
-                raise _explain(request, nodes, outcome, waited)
-            if waited >= silent_s:
-                silent_s = math.inf
-                why = _explain(request, nodes, outcome, waited)
-                logger.warning("Reserving %s, for up to %g s. %s", request.name or "a cluster", limit, why.reason)
-            waiting = waiting or stack.enter_context(Waiting(f"Reserving {request.name or 'a cluster'}"))
-            waiting.show("there is no room for it" if outcome.verdict == "taken" else "nodes have to join", limit)
-            check()
-            # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
-            time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
-            pause = min(2 * pause, POLL_S[1])
+        if not isinstance(outcome, Refusal):
+            try:
+                left_s = max(LEAST_S, deadline - time.monotonic())
+                return slots_of(outcome, request.capacity, timeout_s=left_s, check=check)
+            except BaseException as error:
+                remove([reserved.group for reserved in outcome])
+                is_loss = isinstance(error, (ray.exceptions.RayError, PlacementError))  # of a node, most likely
+                if not is_loss or isinstance(error, PlacementTimeoutError) or time.monotonic() >= deadline:
+                    raise
+                check()
+                time.sleep(pause)
+                continue
+        limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
+        if waited >= limit:
+            raise _explain(request, nodes, outcome, waited)
+        if waited >= silent_s:
+            silent_s = math.inf
+            why = _explain(request, nodes, outcome, waited)
+            logger.warning("Reserving %s, for up to %g s. %s", request.name or "a cluster", limit, why.reason)
+        check()
+        # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
+        time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
+        pause = min(2 * pause, POLL_S[1])
 
 
 def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict) -> Refusal:
@@ -120,13 +115,10 @@ def _place_on_new_nodes(request: Request, check: Check, began: float) -> Placed 
     if has_no_demand or not ask_head("look for an autoscaler", autoscaler_is_there):
         return None
     limit_s = max(request.timeout_s, request.wait_for_nodes_s)
-    with Waiting(f"Reserving {request.name or 'a cluster'}") as waiting:
-
-        def wait() -> None:
-            check()
-            waiting.show("the autoscaler has to add nodes", limit_s)
-
-        return place(request, {}, deadline=began + limit_s, check=wait, grace_s=None)
+    logger.warning(
+        "Reserving %s, for up to %g s: the autoscaler has to add nodes.", request.name or "a cluster", limit_s
+    )
+    return place(request, {}, deadline=began + limit_s, check=check, grace_s=None)
 
 
 def _explain(
