@@ -154,24 +154,6 @@ def test_what_a_verdict_says(asks, nodes, own_nodes):
                 assert taken <= room + 1e-9
 
 
-@settings(max_examples=2000)
-@given(randoms)
-def test_one_resource_against_all_arrangements(random):
-    """With one logical node per node and one resource, no feasible request is refused. Nothing infeasible is taken."""
-    sizes = enumerate(random.choices(range(9), k=4))
-    nodes = [node(f"n{at}", {"CPU": random.randint(0, cpu)}, CPU=cpu) for at, cpu in sizes]
-    if random.random() < 0.5:
-        nodes = empty(nodes)
-    asks = asks_of(*random.choices(range(1, 7), k=random.randint(1, 4)))
-    for own_nodes in (True, False):
-        now, ever = (brute(asks, there, own_nodes) for there in (nodes, empty(nodes)))
-        verdict = decide(asks, nodes, own_nodes=own_nodes).verdict
-        if own_nodes:
-            assert verdict == ("fits" if now else "taken" if ever else "impossible")
-        assert now or verdict != "fits"
-        assert ever or verdict == "impossible"
-
-
 def test_no_arrangement():
     """A request without an arrangement is impossible, not taken; as is one whose arrangement the planner misses."""
     assert decide(asks_of(5, 6, 5), nodes_of(8, 8)) == (None, "impossible")

@@ -7,7 +7,7 @@ shape are interchangeable. So the work grows with the number of nodes times that
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -143,16 +143,14 @@ class Site:
         members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
         room = {position: self.room[position] for position in positions}
         places: Places = {}
-        for shape in self._largest_first(members, positions):
+        for shape in sorted(members, key=operator.attrgetter("unit"), reverse=True):
             holds = {
                 position: min((has // n for has, n in zip(left, shape.unit, strict=True) if n), default=0)
                 for position, left in room.items()
                 if shape.fits[position]
             }
-            # The tightest are those that the fewest shapes can use.
-            keys = {at: (sum(other.fits[at] > 0 for other in members), number, at) for at, number in holds.items()}
             picked: list[int] = []
-            for position in sorted(holds, key=keys.__getitem__):
+            for position in sorted(holds, key=lambda position: (room[position], position)):
                 if len(picked) == len(members[shape]):
                     break
                 taken = min(holds[position] if shared else 1, len(members[shape]) - len(picked))
@@ -164,15 +162,6 @@ class Site:
                 return None
             places.update(zip(members[shape], sorted(picked), strict=True))
         return places
-
-    def _largest_first(self, shapes: Mapping[Shape, object], positions: Sequence[int]) -> list[Shape]:
-        """Return the shapes that fit on the fewest nodes first, and of these the largest."""
-
-        def size(shape: Shape) -> tuple[object, ...]:
-            fits = [shape.fits[position] for position in positions if shape.fits[position]]
-            return (len(fits), sum(fits), [-n for n in shape.unit])
-
-        return sorted(shapes, key=size)
 
     def _domains(self) -> list[list[int]]:
         """Return the nodes of each topology domain."""
