@@ -200,7 +200,7 @@ def live_actors() -> tuple[LiveActor, ...]:
                 name=row.name,
                 job_id=row.job_id.hex(),
                 node_id=row.address.node_id.hex().replace("f" * 56, ""),
-                resources={one.name: sum(part.quantity for part in one.resource_ids) for one in row.resource_mapping},
+                resources={held.name: sum(u.quantity for u in held.resource_ids) for held in row.resource_mapping},
             )
             for row in map(ActorTableData.FromString, table)
             if row.state != ActorTableData.DEAD
@@ -283,7 +283,7 @@ def collect(
                     check()
                 continue
             late = ray.exceptions.GetTimeoutError(f"No answer within {timeout_s:g} s.")
-            errors: dict[_K, Any] = {key: one.exception() if one.done() else late for key, one in futures.items()}
+            errors: dict[_K, Any] = {key: sent.exception() if sent.done() else late for key, sent in futures.items()}
             return {key: (futures[key].result() if error is None else None, error) for key, error in errors.items()}
         raise ray.exceptions.RaySystemError("Ray has been shut down.")
     finally:

@@ -34,7 +34,7 @@ def draw(
     lines = [f"n.s: slot s of logical node n ({each} each){'' if slots else ', not reserved yet'}"]
     rows = group_pairs((slot.node_idx, slot) for slot in slots)
     # A row's cells are in physical order.
-    cells = {(row, slot.bundle_index): (row, at) for row, there in rows.items() for at, slot in enumerate(there)}
+    cells = {(row, slot.bundle_index): (row, cell) for row, line in rows.items() for cell, slot in enumerate(line)}
     inside: dict[tuple[int, int], list[Text]] = {}
     for number, group in enumerate(groups):
         worker = "W " if len(groups) == 1 else f"G{number}:W"
@@ -54,8 +54,8 @@ def draw(
         nodes = {slot.node_id: slot.node_ip for slot in rows.get(node_idx, ())}
         notes = [*(["not used"] if count == 0 else []), *(f"{ip} ({node_id[:6]})" for node_id, ip in nodes.items())]
         head = Text(f"node {node_idx}").append("".join(f"\n{note}" for note in notes), style="dim")
-        numbers = [Text(f"{node_idx}.{at}", style="" if slots else "dim") for at in range(count)]
-        table.add_row(head, *(Group(number, *inside.get((node_idx, at), [])) for at, number in enumerate(numbers)))
+        names = [Text(f"{node_idx}.{cell}", style="" if slots else "dim") for cell in range(count)]
+        table.add_row(head, *(Group(name, *inside.get((node_idx, cell), [])) for cell, name in enumerate(names)))
     headline = Text(title or f"Ray Cluster: {count_bundles(counts, held)}", style="bold")
     return Group(headline, table, Text("\n".join(lines), style="dim"))
 
@@ -131,7 +131,7 @@ class ReservationReport:
         columns = ["logical node", "bundles", "each", "strategy", *(["planned on"] if self.plan else [])]
         asked = Table(*columns, title="Requested", title_justify="left")
         # A row for each run of neighbouring asks that are alike.
-        numbered = [(replace(ask, node_idx=0), ask.node_idx - at, ask) for at, ask in enumerate(self.asks)]
+        numbered = [(replace(ask, node_idx=0), ask.node_idx - row, ask) for row, ask in enumerate(self.asks)]
         for _, run in itertools.groupby(numbered, operator.itemgetter(0, 1)):
             asks = [ask for *_, ask in run]
             ask, first, last = asks[0], asks[0].node_idx, asks[-1].node_idx
@@ -150,7 +150,7 @@ def draw_nodes(
     """Return a table of nodes with the amounts of some resources, and who holds them."""
     if not nodes:
         return Text("Found no node that is alive.")
-    found = Table("node", "address", "total", "free", "held by", title=title, title_justify="left")
+    table = Table("node", "address", "total", "free", "held by", title=title, title_justify="left")
     for node in nodes:
         total, free = ({name: amounts.get(name, 0.0) for name in wanted} for amounts in (node.total, node.free))
         rest = {name: total[name] - free[name] for name in wanted}
@@ -168,8 +168,8 @@ def draw_nodes(
             held_by.append(f"tasks, or actors that are starting: {name_amounts(others)}")
         # Text, so that a name is not parsed as markup.
         cells = (node.node_id[:8], node.ip, name_amounts(total), name_amounts(free), "\n".join(held_by))
-        found.add_row(*map(Text, cells))
-    return found
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def name_holders(nodes: Sequence[Node], holders: Sequence[ResourceHolder], names: AbstractSet[str]) -> str:

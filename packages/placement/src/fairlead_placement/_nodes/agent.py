@@ -96,17 +96,17 @@ def ask_agents(
         try:
             with head_deadline(max(0.0, deadline - time.monotonic())):
                 agents = _get_agents({node_id: names[node_id] for node_id in left}, deadline)
-            found = _send(method, agents, arguments, deadline if wait else 0.0)
+            outcomes = _send(method, agents, arguments, deadline if wait else 0.0)
         except (PlacementError, ray.exceptions.RayError) as error:
             return answers | dict.fromkeys(left, error)
         if not wait:
             break
-        answers |= _explain_all(method, timeout_s, found)
+        answers |= _explain_all(method, timeout_s, outcomes)
         is_over = time.monotonic() >= deadline
         # A name that was released in the meantime is not held again.
         left = [
             node_id
-            for node_id, (_, failure) in found.items()
+            for node_id, (_, failure) in outcomes.items()
             if not is_over and _is_own(failure, _GONE) and agents[node_id].holds.issuperset(names[node_id])
         ]
         if left:
@@ -241,13 +241,13 @@ def _send(
         node_id: functools.partial(getattr(handle, method).remote, *arguments[node_id])
         for node_id, handle in handles.items()
     }
-    found: dict[str, Any] = dict.fromkeys(agents.keys() - handles, (None, ray.exceptions.ActorDiedError()))
-    found |= collect(sends, max(0.0, deadline - time.monotonic()))
-    for node_id, (_, error) in found.items():
+    outcomes: dict[str, Any] = dict.fromkeys(agents.keys() - handles, (None, ray.exceptions.ActorDiedError()))
+    outcomes |= collect(sends, max(0.0, deadline - time.monotonic()))
+    for node_id, (_, error) in outcomes.items():
         agents[node_id].is_known |= error is None
         if _is_own(error, _DEAD):
             _lose(agents[node_id], str(error))
-    return found
+    return outcomes
 
 
 def _is_own(error: Exception | None, kinds: tuple[type[Exception], ...]) -> bool:
@@ -255,7 +255,7 @@ def _is_own(error: Exception | None, kinds: tuple[type[Exception], ...]) -> bool
     return isinstance(error, kinds) and not isinstance(error, ray.exceptions.RayTaskError)
 
 
-def _explain_all(method: str, limit_s: float, found: Mapping[str, tuple[Any, Exception | None]]) -> dict[str, Any]:
+def _explain_all(method: str, limit_s: float, outcomes: Mapping[str, tuple[Any, Exception | None]]) -> dict[str, Any]:
     """Return by node id the answer, or the error that says what to do."""
     advice = "Its process may be starting on a very busy node: try again, or look at the node."
     return {
@@ -266,5 +266,5 @@ def _explain_all(method: str, limit_s: float, found: Mapping[str, tuple[Any, Exc
             f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. {advice}",
             f"The agent of node {node_id} could not do {method!r}",
         )
-        for node_id, (answer, error) in found.items()
+        for node_id, (answer, error) in outcomes.items()
     }

@@ -56,9 +56,9 @@ def try_gpus(request: Request, nodes: Sequence[Node], owned: Ids, *, deadline: f
             suitable = [node for node in nodes if ids <= owned[node.node_id] and matches(ask.labels, node.labels)]
             missing: list[tuple[Node, frozenset[str]]] = []
             for node in sorted(suitable, key=lambda node: node.node_id in used):
-                found, gone = take_gpus(replace(request, asks=(ask,)), node, ids, deadline=deadline)
-                placed += found
-                if found:
+                reserved_here, gone = take_gpus(replace(request, asks=(ask,)), node, ids, deadline=deadline)
+                placed += reserved_here
+                if reserved_here:
                     break
                 missing.append((node, gone))
             else:

@@ -135,7 +135,7 @@ def create_groups(
             rows = {row["placement_group_id"]: row for row in ask_head("look at placement groups", _rows, pending)}
             for group_id, row in rows.items():
                 if row["state"] == "CREATED":
-                    placed[group_id] = tuple(row["bundles_to_node_id"][at] for at in range(len(row["bundles"])))
+                    placed[group_id] = tuple(row["bundles_to_node_id"][index] for index in range(len(row["bundles"])))
             pending.difference_update(placed)
             now = time.monotonic()
             states = [rows[id_]["stats"]["scheduling_state"] if id_ in rows else "" for id_ in pending]
