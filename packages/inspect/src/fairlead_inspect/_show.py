@@ -107,8 +107,9 @@ def _place(frame: Frame) -> str:
     return f"{name}:{frame.line}" if frame.line else name
 
 
-def _write_since(since_s: float | None) -> str:
-    return "" if since_s is None else f", for {write_seconds(since_s)}"
+def _write_since(since_s: float | None, limit_s: float | None = None) -> str:
+    limit = "" if limit_s is None else f" of {write_seconds(limit_s)}"
+    return "" if since_s is None else f", for {write_seconds(since_s)}{limit}"
 
 
 def _write_process(one: Finding | Suspect) -> str:
@@ -178,7 +179,8 @@ def _draw_finding(finding: Finding, members: Mapping[str, Member]) -> Renderable
     if finding.blames and finding.ranks and finding.rank_confidence:
         sure = f"rank: {finding.rank_confidence}, {sure}"
     place = "" if listed else _write_process(finding)
-    said = f"{_name(finding, members)}{place}{_write_since(finding.since_s)}: {finding.text} ({finding.kind}; {sure})"
+    since = _write_since(finding.since_s, finding.limit_s)
+    said = f"{_name(finding, members)}{place}{since}: {finding.text} ({finding.kind}; {sure})"
     suspects = (
         f"{one.name}{_write_process(one)}{_write_since(one.since_s)}: {write_stack(one.where)} ({one.text})"
         for one in finding.suspects

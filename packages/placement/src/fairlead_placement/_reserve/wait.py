@@ -13,7 +13,7 @@ from .._model import Node, Request, Verdict
 from .._nodes.head import ask_head, read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
 from .._ray_private import autoscaler_is_there
-from .._show import ReservationReport, Waiting, count_noun, name_holders
+from .._show import ReservationReport, Waiting, count_noun, describe_asks, name_holders
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
 from .gpus import WITHOUT_GPUS, try_gpus
@@ -39,6 +39,8 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
     `check` is called during the wait, and raises if that should end.
     """
     request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
+    # From outside, fairlead-inspect reads `wants`, `lacks`, `began` and `limit`.
+    wants = describe_asks(request.asks) + (f" for {request.name}" if request.name else "")
     began = time.monotonic()
     deadline, pause, ask_again_at = began + request.timeout_s, POLL_S[0], 0.0
     owned: dict[str, frozenset[str]] = {}  # the ids of the GPUs of nodes
@@ -74,8 +76,9 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
             limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
             if waited >= limit:
                 raise _explain(request, nodes, outcome, waited)
-            waiting = waiting or stack.enter_context(Waiting(f"Reserving {request.name or 'a cluster'}"))
-            waiting.show("there is no room for it" if outcome.verdict == "taken" else "nodes have to join", limit)
+            waiting = waiting or stack.enter_context(Waiting(f"Reserving {wants}"))
+            lacks = "what it needs is not free" if outcome.verdict == "taken" else "the nodes are too few or too small"
+            waiting.show(lacks, limit)
             check()
             # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
             time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
