@@ -39,6 +39,17 @@ def test_reference(folder):
     assert read_exports(folder) - {*entries} == set()
 
 
+def test_docstrings_are_linked():
+    """A page of the reference that shows docstrings alone links the files that have them, for readers of the text."""
+    pages = [*(ROOT / "docs/reference").glob("*/*.md"), ROOT / "docs/reference/verl.md"]
+    for page in [page for page in pages if page.stem != "errors"]:
+        text = page.read_text(encoding="utf-8")
+        files = [page.parent / link for link in re.findall(r"\]\(([\w./-]+\.py)\)", text)]
+        code = "".join(file.read_text(encoding="utf-8") for file in files)
+        for name in re.findall(r"^\.\. auto(?:class|function|exception)::.*\.(\w+)$", text, re.MULTILINE):
+            assert re.search(rf"^(?:class|def|async def) {name}\b", code, re.MULTILINE), f"{page}: {name}"
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_errors(folder):
     """The page of errors of a package has a row for each public error, which says when it is raised and what to do."""
