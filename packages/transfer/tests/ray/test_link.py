@@ -4,8 +4,10 @@
 import concurrent.futures
 import gc
 import os
+import re
 import threading
 import time
+import traceback
 
 import numpy as np
 import pytest
@@ -91,6 +93,8 @@ def test_bad_input_is_refused_before_anything_moves(groups):
         link.send(0, timeout=60)
     assert failed.value.phase == "collect"
     assert isinstance(failed.value.__cause__, ArithmeticError)
+    shown = "".join(traceback.format_exception(failed.value))
+    assert re.search(r"holders\.py\", line \d+, in fail", shown), "the line in the user's method"
     assert generation.call("holds").result() == [1.5] * 4
 
 
