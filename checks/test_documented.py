@@ -79,6 +79,29 @@ def test_variables():
     assert [name for name in sorted(listed) if name not in code] == []
 
 
+def read_constant(file: Path, name: str) -> ast.expr:
+    """Return the value that a module assigns to a name."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and name in ast.unparse(node).split("=")[0].split(":")[0]:
+            return node.value
+    raise AssertionError(f"{file.name} has no {name}")
+
+
+def test_verdicts():
+    """The guide has a row for each word with which `why` begins a finding, and the reference one for each kind."""
+    source = ROOT / "packages/inspect/src/fairlead_inspect"
+    words = ast.literal_eval(read_constant(source / "_show.py", "WORDS"))
+    words_said = {*words.values(), ast.literal_eval(read_constant(source / "_show.py", "BLAMES"))}
+    rows = re.findall(r"^\| `([A-Z]+)` \|.*\| [^|]*[014][^|]* \| [^|]+ \|$", read("guides/hung-jobs.md"), re.MULTILINE)
+    assert sorted(rows) == sorted(words_said)
+    kinds = {
+        node.value for node in ast.walk(read_constant(source / "model.py", "Kind")) if isinstance(node, ast.Constant)
+    }
+    assert words.keys() | {"late", "disk", "node-lost"} == kinds, "these kinds always blame"
+    table = "".join(re.findall(r"^\| `[a-z].*\|$", read("reference/inspect/command-line.md"), re.MULTILINE))
+    assert {kind for kind in kinds if f"`{kind}`" not in table} == set()
+
+
 def test_hardware():
     """The README's table of what has been tried on hardware has the rows of the program that tries it."""
     spec = importlib.util.spec_from_file_location("hardware", ROOT / "scripts/hardware.py")
