@@ -22,7 +22,7 @@ def read_request(frames: Sequence[Any]) -> tuple[str, str, str, float | None, fl
     for frame in frames:
         place = "/".join(frame["filename"].split("/")[-3:]) + " " + frame["name"]
         if (names := FUNCTIONS.get(place)) is not None:
-            held = {one["name"]: one.get("repr") or "" for one in frame.get("locals") or []}
+            held = {local["name"]: local.get("repr") or "" for local in frame.get("locals") or []}
             wants, lacks, began, limit = (held.get(name, "") for name in names)
             since_s = time.monotonic() - float(began) if _NUMBER.fullmatch(began) else None
             limit_s = float(limit) if _NUMBER.fullmatch(limit) else None
