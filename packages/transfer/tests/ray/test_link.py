@@ -82,6 +82,11 @@ def test_bad_input_is_refused_before_anything_moves(groups):
         assert "dtypes differ" in reasons["norm"]
         assert link.versions() == dict.fromkeys(range(4))
     with (
+        Link(policy, generation, source="weights", target="weights", rename={"unused": "other"}) as link,
+        pytest.raises(LayoutMismatchError, match="rename= has this name"),
+    ):
+        link.send(0, timeout=60)
+    with (
         Link(policy, generation, source="wrong", target="weights") as link,
         pytest.raises(LayoutMismatchError, match="must return a dict"),
     ):
@@ -186,7 +191,7 @@ def test_names_casts_and_hooks(groups):
         generation,
         source="weights",
         target="weights",
-        rename={"unused": "other"},
+        rename={"w": "w"},
         dtype="float16",
         exclude=["n*"],
         before_commit="note",
