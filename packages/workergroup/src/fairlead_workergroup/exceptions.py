@@ -42,13 +42,16 @@ FailureKind = Literal[
     "left",
 ]
 # What to do about the loss of workers, by the kind of the first loss.
+STATE = "New workers have the state of their constructor: `Restart(method=...)` names a method that loads the rest."
 _AGAIN = "`restart_failed_workers()` starts them again"
+_ELSEWHERE = f"{_AGAIN} on other nodes, if the cluster has room there. {STATE}"
 REMEDIES: Mapping[FailureKind, str] = {
-    "killed": f"Look at the logs of these workers. {_AGAIN}.",
-    "exited": f"A method, or code that it calls, has ended the process: look at the logs of these workers. {_AGAIN}.",
-    "node-lost": f"{_AGAIN} on other nodes, if the cluster has room there.",
-    "out-of-memory": f"Let the workers use less memory, or raise the limit. {_AGAIN}.",
-    "preempted": f"{_AGAIN} on other nodes, if the cluster has room there.",
+    "killed": f"Look at the logs of these workers. {_AGAIN}. {STATE}",
+    "exited": "A method, or code that it calls, has ended the process: look at the logs of these workers. "
+    f"{_AGAIN}. {STATE}",
+    "node-lost": _ELSEWHERE,
+    "out-of-memory": f"Let the workers use less memory, or raise the limit. {_AGAIN}. {STATE}",
+    "preempted": _ELSEWHERE,
     "shut-down": "Their group, their cluster or the process that made them has ended, and they with it. Reserve the "
     "cluster again, and create a new group on it.",
 }
