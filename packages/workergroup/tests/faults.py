@@ -36,7 +36,7 @@ from fairlead_workergroup._observe import (
     head,
     query,
 )
-from fairlead_workergroup._remote import process, progress
+from fairlead_workergroup._remote import process, record
 from fairlead_workergroup._start import builder, launch
 from fairlead_workergroup._transport import replies
 
@@ -165,10 +165,10 @@ def let_nodes_report(patch: Patch, rows: Mapping[int, Mapping[str, Any] | None])
 @contextlib.contextmanager
 def unreadable_record(pid: int) -> Iterator[None]:
     """Let the record of what a worker does look as if the worker wrote it all the time."""
-    file = progress.open_record(pid)
-    page = os.pread(file, progress.CANCELLED_AT, 0)
-    for at in progress.STATES_AT:
-        os.pwrite(file, b"x" * 8, at + struct.calcsize(progress.STATE) - 8)
+    file = record.open_record(pid)
+    page = os.pread(file, record.CANCELLED_AT, 0)
+    for at in record.STATES_AT:
+        os.pwrite(file, b"x" * 8, at + struct.calcsize(record.STATE) - 8)
     try:
         yield
     finally:

@@ -15,8 +15,7 @@ from ._model import Member
 from ._observe.query import HEAD_S, ask_nodes
 from ._observe.status import State, StuckWorker, WorkerStatus, WorkerUsage, state_of
 from ._observe.stuck import add_odd_ranks, find_innermost
-from ._remote.progress import look
-from ._remote.usage import measure
+from ._remote.node import look, measure
 
 STUCK_AFTER_S = 300.0
 # The entries of a node's answer that a status and a stuck worker show.

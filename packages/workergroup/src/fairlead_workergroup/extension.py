@@ -18,7 +18,7 @@ from ._membership.losses import find_losses
 from ._model import GroupState, Member
 from ._observe.board import read_groups
 from ._observe.query import cancel_calls, late_workers
-from ._remote.outside import look_from_outside
+from ._remote.node import look_from_outside
 from .exceptions import LateWorker, WorkerFailure
 
 __all__ = ["Member", "Reply", "Site", "look_from_outside", "read_groups"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fairlead_workergroup._remote import process, reaper, stacks
+from fairlead_workergroup._remote import process, setup, stacks
 
 from ..faults import find_running
 from ..processes import KINDS, find_reapers, read_pids, start_children
@@ -96,7 +96,7 @@ def start_worker(act, *more):
     worker = fork()
     if not worker:
         page = process.mark_tree(identity)
-        reaper.start_reaper(identity, *more)
+        setup.start_reaper(identity, *more)
         held = act()
         while page or held:
             signal.pause()
@@ -149,7 +149,7 @@ def test_reaper_that_does_not_start(monkeypatch, limit):
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2))
     with pytest.raises(OSError, match="memory_limit") if limit else pytest.warns(UserWarning, match="No reaper"):
-        reaper.start_reaper("group-0-1", limit)
+        setup.start_reaper("group-0-1", limit)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

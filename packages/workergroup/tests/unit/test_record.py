@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from fairlead_workergroup._remote.process import start_tick
-from fairlead_workergroup._remote.progress import (
+from fairlead_workergroup._remote.record import (
     OverlappingRecord,
     Record,
     open_record,
@@ -166,7 +166,7 @@ def writer():
     """A process that writes its record all the time, with the same number as task, calls, step and message."""
     program = textwrap.dedent("""
         import ray
-        from fairlead_workergroup._remote.progress import Record
+        from fairlead_workergroup._remote.record import Record
         record = Record(["__init__", "work"])
         task = b""
         record._task = lambda: task

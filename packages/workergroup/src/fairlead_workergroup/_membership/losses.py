@@ -179,6 +179,7 @@ def diagnose(
         first.__suppress_context__ = True  # the error of another worker, with a traceback of its own
     if core is None or not refs:
         return first
+    replies.ignore(refs)
     failed, pending = _find_errors(refs, core)
     known, until = 0, NEVER
     while pending and (count := sum(read_loss(*item) is not None for item in failed.items())) and not until.passed:

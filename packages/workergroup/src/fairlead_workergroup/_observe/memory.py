@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from .._model import Member
-from .._remote.reaper import read_verdicts
+from .._remote.node import read_verdicts
 from .query import ask_nodes
 
 # What callers allow may be over: a node that has no free CPU needs half a second to start what reads a verdict. A call

@@ -11,8 +11,7 @@ import ray
 from fairlead_placement.extension import choose_alive, group_pairs, run_on_nodes
 
 from .._model import Member
-from .._remote.outside import look_from_outside
-from .._remote.progress import cancel_tasks, read_records
+from .._remote.node import cancel_tasks, look_from_outside, read_records
 from .._transport.replies import task_of
 from ..exceptions import LateWorker
 from .stuck import find_innermost

@@ -12,7 +12,6 @@ import operator
 import os
 import sys
 import time
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
@@ -21,12 +20,10 @@ import ray
 from ray.exceptions import AsyncioActorExit, RayError
 
 from .describe import load
-from .devices import show_devices
 from .portable import make_portable
-from .process import mark_tree, start_tick
-from .progress import OverlappingRecord, Record
-from .reaper import start_reaper, verdict_of
-from .stacks import write_stacks_on_signal
+from .process import start_tick
+from .record import OverlappingRecord, Record
+from .setup import find_log, set_up
 
 # Results that a worker has to run to get a value. An ObjectRef is awaitable too, but it is a value.
 _UNFINISHED = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType))
@@ -34,18 +31,6 @@ _UNFINISHED = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType))
 _END = object()
 # The name in the record of a function that runs in place of a method.
 FUNCTION = "<function>"
-
-
-def add_to_path(entries: Sequence[str]) -> None:
-    """Put entries of PYTHONPATH into `sys.path` before Python's own modules, where a new Python would have them."""
-    if not entries:
-        return
-    rest = [path for path in sys.path if path not in entries]
-    library = os.path.dirname(os.__file__)
-    index = rest.index(library) if library in rest else 0
-    sys.path[:] = [*rest[:index], *dict.fromkeys(entries), *rest[index:]]
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join([*entries, *(path for path in inherited if path)])
 
 
 class WorkerHost:
@@ -77,23 +62,10 @@ class WorkerHost:
         return value
 
     def _fairlead_prepare(self, facts: dict[str, Any]) -> None:
-        """Set the environment and publish the facts, before any code of the user is imported."""
-        os.environ.update(facts["env"])
-        fixed = show_devices(facts.pop("devices", {}), facts["env"])
-        os.environ.update(fixed)
-        facts.update(env={**facts["env"], **fixed}, fixed=tuple(fixed))
-        add_to_path(facts["path"])
-        if "tree" in facts:
-            self._fairlead_page = mark_tree(facts["tree"])
-            limit = facts.pop("memory_limit")
-            verdict = verdict_of(ray.get_runtime_context().get_actor_id()) if limit else ""
-            start_reaper(facts["tree"], limit, verdict)
-        write_stacks_on_signal()
+        """Set this process up, and record that the constructor runs."""
         self._fairlead_record = self._fairlead_record_class(self._fairlead_methods)
         self._fairlead_key = self._fairlead_record.begin(0)
-        published = types.ModuleType("_fairlead_worker")
-        published.__dict__.update(facts=facts, record=self._fairlead_record)
-        sys.modules["_fairlead_worker"] = published
+        self._fairlead_page = set_up(facts, self._fairlead_record)
 
     def _fairlead_construct(self, cls: type, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -103,7 +75,7 @@ class WorkerHost:
             raise
         self._fairlead_record.end(self._fairlead_key)
         node_id = ray.get_runtime_context().get_node_id()
-        return {"pid": os.getpid(), "started": start_tick(os.getpid()), "node_id": node_id, "log": _find_log()}
+        return {"pid": os.getpid(), "started": start_tick(os.getpid()), "node_id": node_id, "log": find_log()}
 
     def _fairlead_begin(self, how: Mapping[str, Any], flat: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a method of this host, or a function in its place, as `how` describes; return its result as it is.
@@ -179,15 +151,6 @@ class WorkerHost:
             except StopAsyncIteration:
                 return
             yield item
-
-
-def _find_log() -> str:
-    """Return the file to which Ray lets this process write; an empty text if it writes to a terminal or a pipe."""
-    try:
-        path = os.readlink("/proc/self/fd/2")
-    except OSError:
-        return ""
-    return path if os.path.isfile(path) else ""
 
 
 class _MethodRun:
