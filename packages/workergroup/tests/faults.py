@@ -20,7 +20,7 @@ from ray.experimental.locations import get_local_object_locations
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, extension
 from fairlead_placement._nodes import head as placement_head
-from fairlead_workergroup import _observer, _world
+from fairlead_workergroup import _status, _world
 from fairlead_workergroup._calls import handle
 from fairlead_workergroup._membership import (
     change,
@@ -159,7 +159,7 @@ def keep_processes_alive(patch: Patch) -> None:
 
 def let_nodes_report(patch: Patch, rows: Mapping[int, Mapping[str, Any] | None]) -> None:
     """Let the nodes answer a look at workers with these rows, given by rank; without one, a node is silent."""
-    patch.setattr(_observer, "ask_nodes", lambda workers, *_: [rows.get(worker.rank) for worker in workers])
+    patch.setattr(_status, "ask_nodes", lambda workers, *_: [rows.get(worker.rank) for worker in workers])
 
 
 @contextlib.contextmanager

@@ -10,14 +10,14 @@ from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._model import GroupState, Member, RestartPolicy
-from fairlead_workergroup._observer import Observer
 from fairlead_workergroup._start.layout import lay_out
+from fairlead_workergroup._status import find_stuck
 
 from ..faults import let_nodes_report
 
 
-def make_observer(count):
-    """Return an observer of workers that do not exist."""
+def make_core(count):
+    """Return the core of a group of workers that do not exist."""
     group = PlacementGroup.empty()
     at = {"node_idx": 0, "node_id": "a", "node_ip": "", "node_rank": 0}
     slots = [Slot(placement_group=group, bundle_index=rank, local_rank=rank, **at) for rank in range(count)]
@@ -26,7 +26,7 @@ def make_observer(count):
     core = Core("local", places, sharding, policy=RestartPolicy())
     members = [Member(place, actor_id=f"{place.rank:032x}", node_id="a", pid=1) for place in places]
     core.commit(GroupState(0, 0, sharding, tuple(members), phase="serving"))
-    return Observer(core)
+    return core
 
 
 def stuck(method="step", function="all_reduce", line=3):
@@ -47,7 +47,7 @@ def notes(monkeypatch):
 
     def look(*rows):
         let_nodes_report(monkeypatch, dict(enumerate(rows)))
-        found = make_observer(len(rows)).find_stuck(1.0, dump_stacks=True)
+        found = find_stuck(make_core(len(rows)), 1.0, dump_stacks=True)
         assert [one.rank for one in found] == [rank for rank, row in enumerate(rows) if row.get("stuck")]
         return [one.note for one in found]
 
