@@ -195,18 +195,13 @@ class ObservedGroup:
             ValueError: `timeout_s` is not a positive number.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        return find_stuck(self._core, timeout_s, dump_stacks=dump_stacks)
+        statuses, stuck = _look(self._core, check_seconds("timeout_s", timeout_s), dump=dump_stacks)
+        return _add_odd_ranks(stuck, {status.rank: status for status in statuses})
 
 
 def read_statuses(core: Core, stuck_after_s: float) -> list[WorkerStatus]:
     """Return what each worker is doing, by rank."""
     return _look(core, check_seconds("stuck_after_s", stuck_after_s), dump=False)[0]
-
-
-def find_stuck(core: Core, timeout_s: float, *, dump_stacks: bool) -> list[StuckWorker]:
-    """Return the workers that are alive and have made no progress for `timeout_s`, with notes about odd ranks."""
-    statuses, stuck = _look(core, check_seconds("timeout_s", timeout_s), dump=dump_stacks)
-    return _add_odd_ranks(stuck, {status.rank: status for status in statuses})
 
 
 def _look(core: Core, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerStatus], list[StuckWorker]]:

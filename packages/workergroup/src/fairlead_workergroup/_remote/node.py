@@ -35,8 +35,7 @@ def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
     records: list[dict[str, Any] | None] = []
     for process in processes:
         with record_file(process) as file:
-            record = None if file is None else _try_read(file)
-            records.append(record)
+            records.append(None if file is None else read_record(file))
     return records
 
 
@@ -70,17 +69,9 @@ def cancel_tasks(tasks: Sequence[tuple[Process, bytes]]) -> list[bool]:
                 running.append(False)
                 continue
             write_cancelled(file, task)
-            record = _try_read(file)
+            record = read_record(file)
             running.append(record is None or record["task"] == task)
     return running
-
-
-def _try_read(file: int) -> dict[str, Any] | None:
-    """Return the content of a record; None if it stays busy, so that the other workers of the node are reported."""
-    try:
-        return read_record(file)
-    except TimeoutError:
-        return None
 
 
 def look_from_outside(workers: Sequence[Registered], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
