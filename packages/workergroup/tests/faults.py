@@ -32,8 +32,8 @@ from fairlead_workergroup._membership import (
 )
 from fairlead_workergroup._observe import (
     board,
-    display,
     head,
+    progress_bar,
     query,
 )
 from fairlead_workergroup._remote import process, record
@@ -288,7 +288,7 @@ def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
 def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
     """Let `act` run whenever a start of workers waits for these ranks, and for no others."""
 
-    class Bar(display.Bar):
+    class Bar(progress_bar.Bar):
         def show(self, done: int, *, waiting_for: Sequence[int] = ()) -> None:
             if list(waiting_for) == ranks:
                 act()

@@ -31,8 +31,7 @@ from ._membership.owned import Owned
 from ._membership.provision import GroupSpec, Provisioner
 from ._membership.shutdown import Shutdown
 from ._model import GroupState, Place, RestartPolicy
-from ._observe.memory import parse_memory
-from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
+from ._options import Elastic, FlatOptions, Restart, Timeouts, parse_memory, read_option, read_restart
 from ._start.builder import ClassLike, RayWorkerBuilder
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out

@@ -4,6 +4,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import ray
@@ -11,7 +12,7 @@ import ray
 from fairlead_placement.extension import choose_alive, group_pairs, run_on_nodes
 
 from .._model import Member
-from .._remote.node import cancel_tasks, look_from_outside, read_records
+from .._remote.node import cancel_tasks, look_from_outside, read_records, read_verdicts
 from .._remote.stacks import find_innermost
 from .._transport.replies import task_of
 from ..exceptions import LateWorker
@@ -24,6 +25,9 @@ ANSWER_S = 10.0
 LATE_S = 0.7
 # If Ray's head does not answer within this time, all nodes are asked, including dead ones.
 HEAD_S = 1.0
+# What callers allow may be over: a node that has no free CPU needs half a second to start what reads a verdict. A call
+# raises within a second of its deadline.
+VERDICT_S = 0.7
 # How long the nodes may take to find the processes of workers that start, and their stacks.
 STACKS_S = 2.0
 
@@ -115,3 +119,18 @@ def cancel_calls(
         if runs is not False or not in_order:  # also if the node has not answered
             ray.cancel(future)
     return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs is not False]
+
+
+def find_killed(workers: Sequence[Member], within_s: float) -> dict[Member, str]:
+    """Return the cause, with both numbers, of the ends of those workers that had passed their limit.
+
+    A node that does not answer `VERDICT_S` after the time of the caller gives none.
+    """
+    limit_s = within_s + VERDICT_S
+    verdicts = ask_nodes(workers, read_verdicts, what=attrgetter("actor_id"), within_s=limit_s, asks_head=False)
+    return {
+        worker: f"its process and its descendants held {verdict[0]:,} bytes of memory, over its memory_limit of "
+        f"{verdict[1]:,} bytes"
+        for worker, verdict in zip(workers, verdicts, strict=True)
+        if verdict is not None
+    }

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fairlead_placement.extension import ask_head, run_each
 
 from .._model import Member, Place
-from .._observe.display import Bar
+from .._observe.progress_bar import Bar
 from .._observe.query import WorkerLook
 from .._observe.remote_errors import explain_missing_module, remote_traceback
 from .._world import Deadline
