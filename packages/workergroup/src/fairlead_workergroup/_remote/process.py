@@ -88,11 +88,7 @@ def end_trees(
 ) -> list[Process]:
     """Wait for workers, then end what they have started with SIGTERM; kill what lasts longer, and return what is alive.
 
-    Args:
-        workers: those whose processes are known; others are found by their marks.
-        marks: what the identities of the workers begin with.
-        within_s: seconds that all of it may take.
-        grace_s: how long the workers may take to end before they are killed.
+    `marks` are what the identities of the workers begin with: they find workers whose processes are not known.
     """
     deadline = time.monotonic() + within_s
     trees = Trees(workers, marks)
@@ -115,12 +111,8 @@ def end_trees(
 def reap(worker: Process, identity: str, is_over: Callable[[float], bool], limit: int, verdict: str) -> None:
     """Wait for the end of a worker or its raylet, or end it for its memory; then end it and what it has started.
 
-    Args:
-        worker: its process.
-        identity: its identity.
-        is_over: waits for one of these ends so many seconds at most, and returns whether it has come.
-        limit: the bytes of memory that it may hold with its descendants; 0 for any number.
-        verdict: the file that gets both numbers before the worker is killed for its memory.
+    `is_over` waits so many seconds at most for the first two, and returns whether one has come. `limit` and `verdict`
+    are as `start_reaper` in `setup` says.
     """
     while limit and not is_over(GUARD_EVERY_S):
         tree = find_descendants(worker)

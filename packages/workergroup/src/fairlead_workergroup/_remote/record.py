@@ -91,19 +91,11 @@ class Record:
         if self._cancelled or self._page[CANCELLED_AT]:
             self._is_cancelled(task)  # which forgets a task that was cancelled while it ran
 
-    def wait_begins(self) -> None:
-        """Record that a thread waits for other workers."""
+    def count_waiting(self, change: int) -> None:
+        """Record that a thread begins to wait for other workers, or with -1 that it does not wait any more."""
         with self._messaging:
-            self._waiting += 1
-            if self._waiting == 1:
-                self._write(time.monotonic())
-
-    def wait_ends(self) -> None:
-        """Record that a thread does not wait for other workers any more."""
-        with self._messaging:
-            self._waiting -= 1
-            if self._waiting == 0:
-                self._write(time.monotonic())
+            self._waiting += change
+            self._write(time.monotonic())
 
     def progress(self, step: int | None = None, message: str | None = None) -> None:
         """Record progress, with a step and a line of text for people."""

@@ -70,18 +70,10 @@ def add_to_path(entries: Sequence[str]) -> None:
 
 
 def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
-    """Limit which devices this process sees, before any code of the user is imported; return its LOCAL_RANK.
+    """Limit which devices this process sees, and return its LOCAL_RANK, if it has devices that Ray can limit.
 
-    Args:
-        facts: as `device_facts` returns them.
-        env: the variables of the worker. A variable that limits devices is taken as it is, and so is LOCAL_RANK if it
-            is not the group's.
-
-    Returns:
-        Nothing for a process without devices, or with devices for which Ray has no variable.
-
-    Raises:
-        RuntimeError: the process has a device of another worker, or sees too few devices for its LOCAL_RANK.
+    The facts are those of `device_facts`. A variable of the worker that limits devices is taken as it is, and so is a
+    LOCAL_RANK that is not the group's.
     """
     own = {kind: ids for kind, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
     if not facts or not own:
@@ -115,13 +107,8 @@ def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, 
 def start_reaper(identity: str, limit: int = 0, verdict: str = "") -> None:
     """Start the reaper of this process as a child of init, because Ray kills the children of a worker that ends.
 
-    Args:
-        identity: the mark of the worker's tree.
-        limit: the bytes of memory that the worker may hold with its descendants; 0 for any number.
-        verdict: the file for the verdict, with a limit.
-
-    Raises:
-        OSError: the reaper cannot be started, and there is a limit.
+    Above `limit` bytes of memory of the worker and its descendants, 0 for any number, it writes both numbers into the
+    file `verdict` and kills the worker.
     """
     pid, program = os.getpid(), os.memfd_create("fairlead-reaper")
     with contextlib.ExitStack() as stack:
