@@ -280,8 +280,7 @@ class WorkerStartError(WorkerGroupError):
 class RemoteError(WorkerGroupError):
     """A worker raised an exception that cannot be raised in the driver.
 
-    The driver cannot import its class or cannot copy it; or it is a KeyboardInterrupt, which would look like one of the
-    caller.
+    The driver cannot import its class or cannot copy it.
 
     Attributes:
         type_name: the full name of the exception's class.

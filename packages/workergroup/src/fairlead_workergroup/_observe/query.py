@@ -3,7 +3,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -73,32 +73,21 @@ def ask_nodes(
 
 def late_workers(workers: Sequence[Member]) -> tuple[LateWorker, ...]:
     """Return what each of these workers is doing now, as far as their nodes say so within `LATE_S`."""
-    answers = ask_nodes(workers, read_records, within_s=LATE_S, asks_head=False)
-    records: list[Mapping[str, Any]] = [record or {} for record in answers]
+    unknown = {"method": None, "running_s": 0.0}
+    records = ask_nodes(workers, read_records, within_s=LATE_S, asks_head=False)
     return tuple(
-        LateWorker(
-            worker.rank,
-            dict(worker.coords),
-            worker.node_id,
-            worker.pid,
-            method=record.get("method"),
-            running_s=record.get("running_s", 0.0),
-        )
-        for worker, record in zip(workers, records, strict=True)
+        LateWorker(member.rank, dict(member.coords), member.node_id, member.pid, record["method"], record["running_s"])
+        for member, record in zip(workers, (record or unknown for record in records), strict=True)
     )
 
 
 def look_at_starts(workers: Sequence[Member]) -> list[WorkerLook | None]:
     """Return where each worker stands whose constructor has not finished; None if its node does not answer in time."""
-    rows = ask_nodes(
-        workers,
-        look_from_outside,
-        0.0,
-        True,
-        what=lambda worker: (*worker.key, worker.mark),
-        within_s=STACKS_S,
-        asks_head=False,
-    )
+
+    def identify(worker: Member) -> tuple[int, int, str]:
+        return *worker.key, worker.mark
+
+    rows = ask_nodes(workers, look_from_outside, 0.0, True, what=identify, within_s=STACKS_S, asks_head=False)
     return [None if row is None else WorkerLook(row["pid"], find_innermost(row["stacks"])) for row in rows]
 
 

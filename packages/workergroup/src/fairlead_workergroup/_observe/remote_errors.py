@@ -26,9 +26,7 @@ def explain_errors(errors: Mapping[Member, BaseException], method: str = "") -> 
     first.__suppress_context__ = True  # the error of another worker, with a traceback of its own
     shown: BaseException = first
     cause = getattr(first, "cause", None)
-    if type(cause) is RayError and (type_name := getattr(cause, "fairlead_type", None)) is not None:
-        shown = RemoteError(type_name, str(cause), remote_traceback(first), worker.rank)
-    elif _is_unknown_here(first):
+    if _is_unknown_here(first):
         shown = RemoteError(*_read_last_line(first), remote_traceback(first), worker.rank)
     elif isinstance(first, RayTaskError) and isinstance(cause, BaseException):
         shown = cause if not _is_of_result(first) else type(cause)(_explain_result(method, cause))

@@ -172,10 +172,8 @@ class _MethodRun:
 
 def _prepare_error(method: str, error: BaseException) -> None:
     """Prepare an error of a method for its way to the caller."""
-    if isinstance(error, KeyboardInterrupt):
-        shown = RayError(f"{method!r} was interrupted in the worker, whose process continues. {error}".rstrip())
-        shown.fairlead_type = "KeyboardInterrupt"
-        raise shown from error
+    if isinstance(error, KeyboardInterrupt):  # Ray would take it for a cancellation
+        raise RuntimeError(f"{method!r} was interrupted in the worker, whose process continues") from error
     if isinstance(error, Exception) and not isinstance(error, RayError):
         make_portable(error)
 

@@ -144,10 +144,7 @@ def start_reaper(identity: str, limit: int = 0, verdict: str = "") -> None:
 
 def find_log() -> str:
     """Return the file to which Ray lets this process write; an empty text if it writes to a terminal or a pipe."""
-    try:
-        path = os.readlink("/proc/self/fd/2")
-    except OSError:
-        return ""
+    path = os.path.realpath("/proc/self/fd/2")
     return path if os.path.isfile(path) else ""
 
 
