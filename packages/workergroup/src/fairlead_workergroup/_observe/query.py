@@ -73,7 +73,7 @@ def ask_nodes(
 
 def late_workers(workers: Sequence[Member]) -> tuple[LateWorker, ...]:
     """Return what each of these workers is doing now, as far as their nodes say so within `LATE_S`."""
-    unknown = {"method": None, "running_s": 0.0}
+    unknown: dict[str, Any] = {"method": None, "running_s": 0.0}
     records = ask_nodes(workers, read_records, within_s=LATE_S, asks_head=False)
     return tuple(
         LateWorker(member.rank, dict(member.coords), member.node_id, member.pid, record["method"], record["running_s"])
