@@ -27,8 +27,6 @@ __all__ = [
 
 # A message about thousands of workers has to stay readable.
 MOST_SHOWN = 16
-
-
 FailureKind = Literal[
     "killed",
     "exited",
@@ -81,8 +79,6 @@ class WorkerFailure:
         log: the path of the worker's log file on its node, with what it wrote to stderr; the file with the ending
             `.out` beside it has stdout. Empty if it is unknown.
 
-    >>> print(WorkerFailure(3, "killed", {"dp": 1}, cause="it was killed"))
-    rank 3 (dp=1): killed: it was killed
     >>> print(WorkerFailure(3, "exited", {"dp": 1}, cause="it died", exit_code=3, log="/tmp/worker-3.err"))
     rank 3 (dp=1): exited, exit code 3: it died
         log: /tmp/worker-3.err

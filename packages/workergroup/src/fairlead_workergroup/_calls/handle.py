@@ -11,13 +11,12 @@ from typing import Any, ClassVar
 import ray
 
 from fairlead_placement import PlacementError, init_ray
-from fairlead_placement.extension import ask_head, head_deadline, read_board, refuse_client, run_each
+from fairlead_placement.extension import actor_id_of, ask_head, head_deadline, read_board, refuse_client, run_each
 from fairlead_sharding import NamedSharding
 
 from .._membership.core import Core
 from .._model import Member, Resize, RestartPolicy
 from .._observe.board import ANSWER_S, KEY, PublishedGroup, find_group, read_group, read_groups
-from .._ray_private import actor_id_of
 from .._start.worker_class import Described, WorkerClass
 from .._status import STUCK_AFTER_S, WorkerStatus, read_statuses
 from .._world import Deadline

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from .._ray_private import session_folder
@@ -153,17 +154,10 @@ def send_and_wait(processes: Sequence[Process], number: int, within_s: float) ->
         time.sleep(0.005)
 
 
-def read_verdicts(actor_ids: Sequence[str]) -> list[tuple[int, int] | None]:
+def read_verdicts(actor_ids: Sequence[str]) -> list[list[int] | None]:
     """Return the bytes that each worker of this node held and its limit, if its reaper has ended it for that."""
-    verdicts: list[tuple[int, int] | None] = []
-    for actor_id in actor_ids:
-        try:
-            with open(verdict_of(actor_id)) as file:
-                used, limit = file.read().split()
-            verdicts.append((int(used), int(limit)))
-        except FileNotFoundError:
-            verdicts.append(None)
-    return verdicts
+    paths = [Path(verdict_of(actor_id)) for actor_id in actor_ids]
+    return [[*map(int, path.read_text().split())] if path.exists() else None for path in paths]
 
 
 def verdict_of(actor_id: str) -> str:
