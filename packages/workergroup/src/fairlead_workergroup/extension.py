@@ -34,7 +34,7 @@ class Reply:
 
     worker: Member
     value: Any = None  # what the function returned
-    error: BaseException | None = None  # what the function raised; its cause is Ray's error, with the traceback in the worker
+    error: BaseException | None = None  # what the function raised; its cause is Ray's error, with the traceback
     failure: WorkerFailure | None = None  # why the worker was lost
     late: LateWorker | None = None  # what the worker was doing at the deadline
 
