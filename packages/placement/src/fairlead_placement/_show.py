@@ -188,6 +188,14 @@ def name_amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items())) or "nothing"
 
 
+def describe_asks(asks: Sequence[Ask]) -> str:
+    """Return the bundles of a request as text, such as "2 x 1 CPU, 1 GPU"."""
+    counts = Counter[str]()
+    for ask in asks:
+        counts[name_amounts(ask.bundle)] += ask.count
+    return "; ".join(f"{count} x {bundle}" for bundle, count in counts.items())
+
+
 def as_text(renderable: RenderableType) -> str:
     """Render without colours and control codes, for messages and logs."""
     console = Console(file=io.StringIO(), width=110, record=True, force_terminal=False, color_system=None)

@@ -83,7 +83,7 @@ def lease_ports(
     check_range(low, high)
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()  # which fairlead-inspect reads from outside, with `timeout_s`
     wanted = [[PortLease(slot.node_ip, 0, slot.node_id, uuid.uuid4().hex) for _ in range(count)] for slot in slots]
     on_node = group_pairs((lease.node_id, lease) for leases in wanted for lease in leases)
     ids = {node_id: [lease.lease_id for lease in leases] for node_id, leases in on_node.items()}
@@ -101,7 +101,7 @@ def lease_ports(
                 leased[lease.lease_id] = replace(lease, port=port)
     except BaseException:
         # A lease whose answer never arrives is released too.
-        release(ids, timeout_s=max(0.0, deadline - time.monotonic()))
+        release(ids, timeout_s=max(0.0, began + timeout_s - time.monotonic()))
         raise
     _leases.update(leased)
     return tuple(tuple(leased[lease.lease_id] for lease in leases) for leases in wanted)

@@ -2,7 +2,6 @@
 """Waits until a request can be placed, or raises an error that explains why it cannot and leaves nothing behind."""
 
 import logging
-import math
 import random
 import time
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from .._model import Node, Request, Verdict
 from .._nodes.head import ask_head, read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
 from .._ray_private import autoscaler_is_there, started_here
-from .._show import ReservationReport, count_noun, name_amounts, name_holders
+from .._show import ReservationReport, count_noun, describe_asks, name_amounts, name_holders
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
 from .gpus import WITHOUT_GPUS, try_gpus
@@ -23,7 +22,7 @@ from .slots import LEAST_S, slots_of
 
 logger = logging.getLogger(__name__)
 POLL_S = (0.05, 0.5)
-# A reservation that waits for longer logs why.
+# A reservation that waits for longer logs why, and again after ten times as long.
 SILENT_S = 1.0
 # How often Ray's head is asked for what changes slowly.
 STATUS_S = 2.0
@@ -43,6 +42,8 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
     `check` is called during the wait, and raises if that should end.
     """
     request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
+    # From outside, fairlead-inspect reads `wants`, `lacks`, `began` and `limit`.
+    wants = describe_asks(request.asks) + (f" for {request.name}" if request.name else "")
     began = time.monotonic()
     deadline, pause, ask_again_at = began + request.timeout_s, POLL_S[0], 0.0
     silent_s = SILENT_S
@@ -75,10 +76,11 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
         limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
         if waited >= limit:
             raise _explain(request, nodes, outcome, waited)
+        lacks = "what it needs is not free" if outcome.verdict == "taken" else "the nodes are too few or too small"
         if waited >= silent_s:
-            silent_s = math.inf
+            silent_s *= 10
             why = _explain(request, nodes, outcome, waited)
-            logger.warning("Reserving %s, for up to %g s. %s", request.name or "a cluster", limit, why.reason)
+            logger.warning("Reserving %s, for up to %g s: %s. %s", wants, limit, lacks, why.reason)
         check()
         # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
         time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
