@@ -189,7 +189,8 @@ def _read_command() -> str:
 
 def _list_clusters(tag: str | None = None) -> list[Raylet]:
     """Return a raylet of each cluster of this user that answers, or of those with a resource, the oldest first."""
-    mine = [one for one in list_raylets() if one.user == os.getuid() and (tag is None or tag in one.resources)]
+    tagged = [raylet for raylet in list_raylets() if tag is None or tag in raylet.resources]
+    mine = [raylet for raylet in tagged if raylet.user == os.getuid()]
     living = {raylet.address: raylet for raylet in mine if _answers(raylet.address)}
     return sorted(living.values(), key=lambda raylet: raylet.started_at)
 

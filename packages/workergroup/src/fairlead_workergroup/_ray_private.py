@@ -11,8 +11,6 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.core.generated.gcs_pb2 import ActorTableData
 
-from fairlead_placement.extension import actor_id_of as actor_id_of
-
 # The id of an object begins with that of the task that creates it, which ends with the 16 bytes of the id of the actor.
 # Ray's methods for that are not documented.
 TASK_BYTES = 24

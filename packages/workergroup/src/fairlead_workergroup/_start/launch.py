@@ -18,9 +18,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fairlead_placement.extension import ask_head, run_each
 
 from .._model import Member, Place
-from .._observe.display import Bar
+from .._observe.progress_bar import Bar
 from .._observe.query import WorkerLook
-from .._observe.remote_errors import remote_traceback
+from .._observe.remote_errors import explain_missing_module, remote_traceback
 from .._world import Deadline
 from ..exceptions import WorkerFailure, WorkerStartError
 from .environment import (
@@ -226,7 +226,9 @@ def start_error(
     else:
         cause = getattr(error, "cause", None) or error
         reason, trace = f"its constructor raised {type(cause).__name__}: {cause}", remote_traceback(error)
-        if isinstance(cause, TypeError) and "() " in reason and "argument" in reason:
+        if missing := explain_missing_module(cause):
+            reason = missing
+        elif isinstance(cause, TypeError) and "() " in reason and "argument" in reason:
             reason += ". The constructor gets init_args and init_kwargs of launch, or the arguments of RayWorkerBuilder"
     others = f"of the other {started + len(waiting)} workers {started} had started"
     if waiting:
