@@ -339,4 +339,4 @@ def send_alone(worker: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 def waits_for_methods(worker: Any) -> Any:
     """Return a reference to whether a worker lets no method begin, because a function is to run alone."""
-    return worker.__ray_call__.remote(lambda host: host._fairlead_gate is not None)
+    return worker.__ray_call__.remote(lambda host: host._fairlead_gate.locked())

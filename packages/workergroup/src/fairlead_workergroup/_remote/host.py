@@ -212,19 +212,17 @@ class ConcurrentHost(WorkerHost):
 
     _fairlead_record: OverlappingRecord
     _fairlead_record_class = OverlappingRecord
-    # Set when the function that has the worker for itself has ended; None if there is none.
-    _fairlead_gate: asyncio.Event | None = None
+    _fairlead_gate: asyncio.Lock  # held by a function that has the worker for itself
 
     async def _fairlead_pass(self) -> None:
         """Wait until no function has the worker for itself."""
-        while (gate := self._fairlead_gate) is not None:
-            await gate.wait()
+        async with self._fairlead_gate:
+            pass
 
     async def _fairlead_alone(self, how: Mapping[str, Any], flat: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a method or a function when the methods that run have ended; later ones wait until it has."""
-        deadline = time.monotonic() + how["alone"]
-        gate = self._fairlead_gate = asyncio.Event()
-        try:
+        async with self._fairlead_gate:
+            deadline = time.monotonic() + how["alone"]
             if how.get("first") is not None:
                 await self._fairlead_begin(how, [flat[0], *how["first"]], {})
             while self._fairlead_record.running:
@@ -235,9 +233,6 @@ class ConcurrentHost(WorkerHost):
                     )
                 await asyncio.sleep(0.001)
             return await self._fairlead_begin(how, flat, kwargs)
-        finally:
-            self._fairlead_gate = None
-            gate.set()
 
     async def _fairlead_function(self, name: str, pickled: bytes, /, *args: Any, **kwargs: Any) -> Any:
         with _OverlappingRun(self._fairlead_record, self._fairlead_methods.index(FUNCTION), name):
@@ -247,6 +242,7 @@ class ConcurrentHost(WorkerHost):
     async def _fairlead_start(  # type: ignore[override]
         self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
+        self._fairlead_gate = asyncio.Lock()
         asyncio.get_running_loop().set_task_factory(_start_task)
         self._fairlead_prepare(facts)
         facts.update(await _resolve_on_loop(facts))
@@ -255,9 +251,9 @@ class ConcurrentHost(WorkerHost):
 
     # After the wait, the check of the epoch and the start of the method are one step of the event loop.
     async def _fairlead_call(self, how: Mapping[str, Any], /, *flat: Any, **kwargs: Any) -> Any:
-        await self._fairlead_pass()
         if "alone" in how:
             return await self._fairlead_alone(how, flat, kwargs)
+        await self._fairlead_pass()
         result = self._fairlead_begin(how, flat, kwargs)
         if "silent" in how:
             await _run_to_end(result)
