@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every use of a Ray API that is not public, each with its reason and its fallback."""
+"""Every use of a Ray API that is not public, each with its reason, and its fallback if there is one."""
 
 import os
 import re

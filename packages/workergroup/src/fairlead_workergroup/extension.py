@@ -18,6 +18,7 @@ from ._membership.losses import find_losses
 from ._model import GroupState, Member
 from ._observe.board import read_groups
 from ._observe.query import cancel_calls, late_workers
+from ._observe.remote_errors import explain_errors
 from ._remote.node import look_from_outside
 from .exceptions import LateWorker, WorkerFailure
 
@@ -33,7 +34,7 @@ class Reply:
 
     worker: Member
     value: Any = None  # what the function returned
-    error: BaseException | None = None  # what the function raised
+    error: BaseException | None = None  # what the function raised; its cause is Ray's error, with the traceback
     failure: WorkerFailure | None = None  # why the worker was lost
     late: LateWorker | None = None  # what the worker was doing at the deadline
 
@@ -148,7 +149,7 @@ class Site:
         try:
             return Reply(worker, ray.get(ref))
         except ray.exceptions.RayTaskError as error:
-            return Reply(worker, error=error.cause if isinstance(error.cause, BaseException) else error)
+            return Reply(worker, error=explain_errors({worker: error}))
         except ray.exceptions.RayError as error:
             lost = find_losses(self._core, {worker: error})
             self._core.note(lost.items())

@@ -158,7 +158,7 @@ class TestArguments:
         ("name", "message"),
         [
             ("nowhere.to.Be", r"cannot import the module 'nowhere'\. Check the name"),
-            ("collections.Counters", r"module 'collections' has no 'Counters'\. Did you mean 'Counter'\?\n"),
+            ("collections.ordereddict", r"module 'collections' has no 'ordereddict'\. Did you mean 'OrderedDict'\?\n"),
             ("os.path.join", "a worker must be a class or its full name, got .*>\n"),
         ],
     )

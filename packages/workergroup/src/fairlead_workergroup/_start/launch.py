@@ -162,6 +162,7 @@ def wait_started(
     `look` looks at workers that are late, and `explain` returns the loss of a worker, if that is what an error means.
     """
     answers: dict[int, dict[str, Any]] = {}
+    began = time.monotonic()  # which fairlead-inspect reads from outside, with `name`
     pending = {member.rank: member for member in members}
     # Each answer comes once, in the order of arrival: the first failure is the cause of others that soon follow. A
     # `ray.wait` would be given all pending references again for each answer.
@@ -173,7 +174,7 @@ def wait_started(
     for member, ref in zip(members, started, strict=True):
         ref.future().add_done_callback(partial(note_arrival, member.rank))
     with Bar(f"Starting {name}: process, import, constructor", len(started)) as bar:
-        shown_at = time.monotonic()
+        shown_at = began
         while pending:
             try:
                 rank, answer = arrived.get(timeout=until.left(at_most=SHOWN_EVERY_S))
