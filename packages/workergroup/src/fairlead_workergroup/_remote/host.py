@@ -22,7 +22,7 @@ from ray.exceptions import AsyncioActorExit, RayError
 from .describe import load
 from .portable import make_portable
 from .process import start_tick
-from .record import OverlappingRecord, Record
+from .record import Record
 from .setup import find_log, set_up
 
 # Results that a worker has to run to get a value. An ObjectRef is awaitable too, but it is a value.
@@ -39,7 +39,6 @@ class WorkerHost:
     _fairlead_methods: tuple[str, ...] = ("__init__",)
     _fairlead_instance: Any = None
     _fairlead_record: Record
-    _fairlead_record_class: type[Record] = Record
     _fairlead_own_loop: asyncio.AbstractEventLoop | None = None
 
     def _fairlead_start(
@@ -61,7 +60,7 @@ class WorkerHost:
 
     def _fairlead_prepare(self, facts: dict[str, Any]) -> None:
         """Set this process up, and record that the constructor runs."""
-        self._fairlead_record = self._fairlead_record_class(self._fairlead_methods)
+        self._fairlead_record = Record(self._fairlead_methods)
         self._fairlead_key = self._fairlead_record.begin(0)
         self._fairlead_page = set_up(facts, self._fairlead_record)
 
@@ -210,8 +209,6 @@ def _start_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any)
 class ConcurrentHost(WorkerHost):
     """A host whose async methods overlap: Ray runs all methods of a class that has an `async def` on one event loop."""
 
-    _fairlead_record: OverlappingRecord
-    _fairlead_record_class = OverlappingRecord
     _fairlead_gate: asyncio.Lock  # held by a function that has the worker for itself
 
     async def _fairlead_pass(self) -> None:
