@@ -27,17 +27,15 @@ from ._context import check_compression
 from ._membership import operations
 from ._membership.change import Changes
 from ._membership.core import Core
-from ._membership.owned import Owned
+from ._membership.owned import Owned, Shutdown
+from ._membership.places import check_sharding, lay_out
 from ._membership.provision import GroupSpec, Provisioner
-from ._membership.shutdown import Shutdown
 from ._model import GroupState, Place, RestartPolicy
 from ._observe.memory import parse_memory
 from ._observer import ObservedGroup, Observer
 from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
-from ._start.builder import ClassLike, RayWorkerBuilder
-from ._start.environment import check_env_vars, choose_python
-from ._start.layout import check_sharding, lay_out
-from ._start.options import WorkerOptions
+from ._start.environment import WorkerOptions, check_env_vars, choose_python
+from ._start.worker_class import ClassLike, RayWorkerBuilder
 from ._world import Deadline, check_timeout
 
 logger = logging.getLogger(__name__)
@@ -172,7 +170,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         core.described = self._provisioner
         self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
         core.changes = self._changes
-        self._shutdown = Shutdown(core, self._changes, self._provisioner)
+        self._shutdown = Shutdown(core, self._changes, self._provisioner.owned)
         self._observer = Observer(core)
         self._classic_futures = ClassicFutures(core)
 

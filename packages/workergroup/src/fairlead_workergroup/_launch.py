@@ -20,9 +20,8 @@ from ._model import Place
 from ._observer import check_seconds
 from ._options import Restart, Timeouts, read_option
 from ._remote.describe import undecorate
-from ._start.builder import ClassLike, RayWorkerBuilder
-from ._start.environment import check_env_vars, choose_python
-from ._start.options import WorkerOptions
+from ._start.environment import WorkerOptions, check_env_vars, choose_python
+from ._start.worker_class import ClassLike, RayWorkerBuilder
 from ._world import Deadline
 
 # How the options of other libraries begin that could be taken for axes.

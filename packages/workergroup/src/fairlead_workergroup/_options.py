@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from ._calls.map import Strategy
 from ._context import Compression
-from ._start.options import WorkerOptions
+from ._start.environment import WorkerOptions
 from ._world import check_timeout
 
 _Option = TypeVar("_Option")

@@ -9,6 +9,9 @@ import pytest
 from fairlead_placement import Slot
 from fairlead_placement.extension import count_bundles
 from fairlead_workergroup._launch import _count_for_each_node
+from fairlead_workergroup._membership.losses import start_error
+from fairlead_workergroup._membership.places import lay_out
+from fairlead_workergroup._membership.provision import plan_workers
 from fairlead_workergroup._model import Member
 from fairlead_workergroup._start.environment import (
     RANK_VARIABLES,
@@ -17,8 +20,6 @@ from fairlead_workergroup._start.environment import (
     forwarded_variables,
     worker_environment,
 )
-from fairlead_workergroup._start.launch import plan_workers, start_error
-from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import WorkerClass
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from fairlead_placement import HeadTimeoutError
@@ -16,8 +17,9 @@ from .._model import Member
 from .._observe.head import alive_nodes
 from .._observe.query import late_workers
 from .._ray_private import end_of
-from .._remote.facts import apply_facts
-from .._world import NEVER, Deadline, wait_for_event
+from .._remote.facts import apply_facts, do_nothing
+from .._start.worker_class import pickle_function
+from .._world import NEVER, Check, Deadline, wait_for, wait_for_event
 from ..exceptions import (
     FailureKind,
     LateWorker,
@@ -28,7 +30,6 @@ from ..exceptions import (
     WorkerStartError,
 )
 from .core import BROKEN, Core
-from .delivery import find_late, send_function, wait_for
 from .losses import find_losses
 from .operations import Operation, Plan, restart_lost
 from .provision import Provisioner, Staged
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 # Of a rank whose old process did not end in time, so that no other one was started.
 MAY_RUN = "its old process may still run, and no other one has started"
 UNFINISHED = "it had not finished when the resize had to end"
+_pickle = cache(pickle_function)
 # Sends a method of the user's class to ranks with a deadline, and returns the call.
 RunHook = Callable[[str, Sequence[int], Deadline], Any]
 
@@ -450,3 +452,23 @@ class _Run:
 
 def _describe(reason: object) -> str:
     return f"They could not be started again: {reason}"
+
+
+# Requests to workers that keep running, through the queue of their calls.
+
+
+def send_function(member: Member, function: Callable[..., Any], *args: Any, alone: bool, until: Deadline) -> Any:
+    """Send a function that runs between two calls of a worker; `alone`, it waits for overlapping ones."""
+    name, pickled = function.__name__, _pickle(function)
+    if alone:
+        how = {"method": name, "function": True, "alone": until.left(at_most=3600.0)}
+        return member.handle._fairlead_call.remote(how, pickled, *args)
+    return member.handle._fairlead_apply.remote(name, pickled, *args)
+
+
+def find_late(members: Sequence[Member], until: Deadline, check: Check, *, concurrent: bool) -> list[int]:
+    """Wait until everything that was sent to workers has ended; return the late ranks."""
+    refs = {member.rank: send_function(member, do_nothing, alone=concurrent, until=until) for member in members}
+    errors, late = wait_for(refs, until, check, patient=True)
+    # A worker that is lost now is found when the facts are sent to it.
+    return late + [rank for rank, error in errors.items() if isinstance(getattr(error, "cause", None), TimeoutError)]

@@ -19,13 +19,13 @@ from .. import _world
 from .._model import Member
 from .._observe.head import dead_actors
 from .._observe.memory import find_killed
-from .._observe.query import ask_nodes
-from .._observe.remote_errors import explain_errors
+from .._observe.query import WorkerLook, ask_nodes
+from .._observe.remote_errors import explain_errors, remote_traceback
 from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
 from .._transport import replies
 from .._world import NEVER, Deadline
-from ..exceptions import FailureKind, StaleGroupError, WorkerFailure
+from ..exceptions import FailureKind, StaleGroupError, WorkerFailure, WorkerStartError
 from .core import Core
 
 _LOST = (
@@ -58,6 +58,8 @@ LOOK_S = 5.0
 # Ray reports the cause of a death that it knows at once, and may take the second time to notice one.
 CAUSE_S = 10.0
 NOTICED_S = 2.0
+# How many late workers an error shows.
+SHOWN = 8
 NO_CAUSE = "Ray reports that it is dead, and has not reported the cause in time"
 NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it forked may hold its connections"
 NODE_LOST = "its node is lost"
@@ -238,3 +240,46 @@ def _ask_guards(core: Core, lost: Losses, within_s: float) -> Losses:
         return lost
     causes = find_killed(killed, within_s)
     return lost | {member: member.failure("out-of-memory", cause) for member, cause in causes.items()}
+
+
+# Errors of starts.
+
+
+def late_error(
+    slow: Sequence[Member], looks: Sequence[WorkerLook | None], workers: int, timeout_s: float
+) -> WorkerStartError:
+    """Return the error about workers that have not started in time, given the looks at the first of them."""
+    lines = [_describe_start(member, seen) for member, seen in zip(slow, looks, strict=False)]
+    lines += [f"and {len(slow) - len(lines)} others"] if len(slow) > len(lines) else []
+    return WorkerStartError(
+        f"{len(slow)} of {workers} workers had not finished their constructor after {timeout_s:.4g} s. Give them more "
+        "time (timeout_s of launch, Timeouts.start_s of a group, the timeout of a resize), or look at what they wait "
+        "for:" + "".join(f"\n  {line}" for line in lines)
+    )
+
+
+def _describe_start(member: Member, seen: WorkerLook | None) -> str:
+    """Return what a late worker is doing."""
+    if seen is None:
+        return f"{member}: its node does not answer"
+    if not seen.pid:
+        return f"{member}: Ray has not started its process"
+    return f"{replace(member, pid=seen.pid)}: " + (f"at {seen.where}" if seen.where else "its process is starting")
+
+
+def start_error(
+    error: BaseException, member: Member, started: int, waiting: Sequence[int], loss: WorkerFailure | None
+) -> WorkerStartError:
+    """Return the error about a worker whose constructor has raised an error, or that was lost."""
+    if loss is not None:
+        reason, trace = f"the worker was lost while it started: {loss.kind}: {loss.cause}", ""
+    else:
+        cause = getattr(error, "cause", None) or error
+        reason, trace = f"its constructor raised {type(cause).__name__}: {cause}", remote_traceback(error)
+        if isinstance(cause, TypeError) and "() " in reason and "argument" in reason:
+            reason += ". The constructor gets init_args and init_kwargs of launch, or the arguments of RayWorkerBuilder"
+    others = f"of the other {started + len(waiting)} workers {started} had started"
+    if waiting:
+        ranks = ", ".join(map(str, waiting[:16])) + (", ..." if len(waiting) > 16 else "")
+        others += f", {len(waiting)} had not (ranks {ranks})"
+    return WorkerStartError(reason, member.rank, dict(member.coords), member.node_id, trace, others)

@@ -2,43 +2,68 @@
 """The workers of a group: their plans, ports, starts and ends, for the first start and for each change."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+import os
+import queue
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from fairlead_placement import (
-    PortLease,
-    PortUnavailableError,
-    RayVirtualCluster,
-    Slot,
-    lease_ports,
-)
-from fairlead_placement.extension import group_pairs, head_deadline
+import ray
+from ray import ObjectRef
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fairlead_placement import PortLease, PortUnavailableError, RayVirtualCluster, Slot, lease_ports
+from fairlead_placement.extension import ask_head, group_pairs, head_deadline, run_each
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from .._model import GroupState, Member, Place, configure_ask
 from .._observe.board import ANSWER_S, Publication, actor_name
-from .._observe.query import look_at_starts
+from .._observe.display import Bar
+from .._observe.query import WorkerLook, look_at_starts
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
-from .._start.builder import RayWorkerBuilder
-from .._start.environment import EnvVars, check_env_vars, prepare_python, start_variables, variables_at
-from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
-from .._start.layout import resize_places
-from .._start.options import WorkerOptions, device_facts, read_master_ports, recursive_merge_options
-from .._start.worker_class import Described, WorkerClass, describe_class
+from .._start.environment import (
+    RANK_VARIABLES,
+    EnvVars,
+    WorkerEnvironment,
+    WorkerOptions,
+    WorkerPython,
+    actor_options,
+    check_env_vars,
+    device_facts,
+    forwarded_variables,
+    prepare_python,
+    read_master_ports,
+    recursive_merge_options,
+    start_variables,
+    variables_at,
+    worker_environment,
+)
+from .._start.worker_class import Described, RayWorkerBuilder, WorkerClass, describe_class
 from .._transport.arguments import Arguments, NotPicklableError
 from .._world import Deadline
+from ..exceptions import WorkerFailure
 from .core import Core
-from .losses import find_losses
+from .losses import SHOWN, find_losses, late_error, start_error
 from .operations import Plan
 from .owned import Owned
-from .slots import Slots
+from .places import Slots, resize_places
 
 # An agent that is late releases the port later, so nobody has to wait longer.
 RELEASE_S = 1.0
 PORT = "port of an earlier epoch"  # what it is when it is released while the group lives
+# How many actors are requested at a time. Ray's head acknowledges each request for a named actor before the next one of
+# the same thread is sent, so that a large group neither waits for every round trip nor floods the head.
+WINDOW = 16
+# How often the progress bar moves.
+SHOWN_EVERY_S = 0.1
+# How many ranks it is given; it names 8.
+NAMED = 9
 
 
 @dataclass(frozen=True)
@@ -56,6 +81,17 @@ class GroupSpec:
     concurrent: bool | Literal["auto"]  # whether async methods overlap; "auto" if there are any
     start_timeout_s: float
     hooks: Collection[str] = ()  # the methods of the class that changes of the group call
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """Everything that one worker is started from."""
+
+    place: Place
+    options: Mapping[str, Any]
+    environment: WorkerEnvironment
+    init_kwargs: Mapping[str, Any]
+    of_rank: frozenset[str]  # the names of its variables that a change of the group may change
 
 
 @dataclass
@@ -119,6 +155,7 @@ class Provisioner(Described):
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         builder = RayWorkerBuilder(self.spec.builder.worker).with_methods(*self.spec.builder.methods)
         self.spec = dataclasses.replace(self.spec, builder=builder)
+        self.owned.own(("arguments",), self._forget_arguments)
         self._publication = Publication(self._core.name_prefix, self.spec.token, described.to_dict())
         self.owned.own(("publication",), self._publication.withdraw)
         members = tuple(self._next_member(place, 0, 0) for place in places)
@@ -201,8 +238,7 @@ class Provisioner(Described):
             used = None if self._now is None else id(self._now.lease)
             self.owned.drop(key for key in self.owned.keys(PORT) if key[1] != used)
 
-    def release_arguments(self) -> None:
-        """Release the stored arguments, because nothing is started any more."""
+    def _forget_arguments(self) -> None:
         self._arguments = None
 
     def layout(self) -> Any:
@@ -324,3 +360,143 @@ class _StoredArguments:
             return self._stored.prepare(value)
         except NotPicklableError as error:
             raise TypeError(f"argument {name!r} of the constructor of {described.name!r}: {error}") from None
+
+
+# The steps of a start.
+
+
+def plan_workers(
+    places: Sequence[Place],
+    described: WorkerClass,
+    *,
+    env_vars: EnvVars,
+    python: WorkerPython,
+) -> list[WorkerPlan]:
+    """Return the options and the environment of every worker. Pure, except that it reads the driver's environment."""
+    forwarded = forwarded_variables(os.environ)
+    class_env = dict(described.options.get("runtime_env") or {})
+    of_class = {**class_env.pop("env_vars", {}), **python.variables}
+    shared = {**class_env, **python.runtime_env}
+    plans = []
+    given = [variables_at(env_vars, place) for place in places]
+    # A worker that moves would keep a variable that its next place has no value for.
+    if some := {name for variables in given for name in variables.keys() ^ given[0].keys()}:
+        raise ValueError(f"env_vars must return the same names for all places; {sorted(some)} are there for some only")
+    for place, of_user in zip(places, given, strict=True):
+        resources, configured_env, init_kwargs, overrides = described.configuration(place.rank)
+        environment = worker_environment(
+            driver=forwarded,
+            of_class=of_class,
+            of_slot=place.slot.env,
+            of_user=of_user,
+            of_rank=rank_variables(place, len(places), places[0].slot.node_ip),
+            configured={**overrides.get("env_vars", {}), **configured_env},
+        )
+        runtime_env = recursive_merge_options(shared, {n: v for n, v in overrides.items() if n != "env_vars"})
+        if environment.loader_variables:
+            runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **environment.loader_variables}
+        options = actor_options(
+            place.slot,
+            of_class=described.options,
+            resources=resources,
+            runtime_env=runtime_env,
+            concurrent=described.concurrent,
+        )
+        of_rank = frozenset((*RANK_VARIABLES, *of_user)) if callable(env_vars) else frozenset(RANK_VARIABLES)
+        plans.append(WorkerPlan(place, options, environment, init_kwargs, of_rank))
+    return plans
+
+
+def rank_variables(place: Place, world_size: int, master: str) -> dict[str, str]:
+    """Return the variables of a rank, without MASTER_PORT, which is leased while the actors start."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(world_size),
+        "NODE_RANK": str(place.node_rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "MASTER_ADDR": master,
+    }
+
+
+def create_actor(plan: WorkerPlan, described: WorkerClass, name: str) -> Any:
+    """Create the actor of a worker under a name as from `actor_name`, within `head_deadline`; return its handle."""
+    slot = plan.place.slot
+    actor_class = described.actor_class.options(
+        **plan.options,
+        name=name,
+        # The group restarts workers itself: Ray's restarts hang in RESTARTING once a placement group is gone.
+        max_restarts=0,
+        max_task_retries=0,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            slot.placement_group, slot.bundle_index, placement_group_capture_child_tasks=True
+        ),
+    )
+    return ask_head("create a worker", actor_class.remote, undo=ray.kill)
+
+
+def create_actors(
+    plans: Sequence[WorkerPlan], described: WorkerClass, names: Sequence[str], add: Callable[[WorkerPlan, Any], None]
+) -> None:
+    """Create the actors of workers, `WINDOW` at a time; call `add` with each handle, on any thread."""
+
+    def create(request: tuple[WorkerPlan, str]) -> None:
+        add(request[0], create_actor(request[0], described, request[1]))
+
+    first, *others = zip(plans, names, strict=True)
+    create(first)  # this exports the class, which has to happen once
+    requested = run_each(create, others, WINDOW)
+    try:
+        for future in requested:
+            future.result()
+    finally:
+        for future in requested:
+            future.cancel()
+        wait(requested)
+
+
+def wait_started(
+    started: Sequence[ObjectRef],
+    members: Sequence[Member],
+    *,
+    name: str,
+    until: Deadline,
+    check: Callable[[], None],
+    look: Callable[[Sequence[Member]], Sequence[WorkerLook | None]] = lambda late: [None] * len(late),
+    explain: Callable[[Member, BaseException], WorkerFailure | None] = lambda member, error: None,
+) -> dict[int, dict[str, Any]]:
+    """Wait until all constructors have finished; return what each worker reports, by rank.
+
+    `look` looks at workers that are late, and `explain` returns the loss of a worker, if that is what an error means.
+    """
+    answers: dict[int, dict[str, Any]] = {}
+    pending = {member.rank: member for member in members}
+    # Each answer comes once, in the order of arrival: the first failure is the cause of others that soon follow. A
+    # `ray.wait` would be given all pending references again for each answer.
+    arrived: queue.SimpleQueue[tuple[int, Future[dict[str, Any]]]] = queue.SimpleQueue()
+
+    def note_arrival(rank: int, answer: Future[dict[str, Any]]) -> None:
+        arrived.put((rank, answer))
+
+    for member, ref in zip(members, started, strict=True):
+        ref.future().add_done_callback(partial(note_arrival, member.rank))
+    with Bar(f"Starting {name}: process, import, constructor", len(started)) as bar:
+        shown_at = time.monotonic()
+        while pending:
+            try:
+                rank, answer = arrived.get(timeout=until.left(at_most=SHOWN_EVERY_S))
+            except queue.Empty:
+                check()
+                if until.passed:
+                    slow = list(pending.values())
+                    raise late_error(slow, look(slow[:SHOWN]), len(started), until.limit_s or 0.0) from None
+            else:
+                member = pending.pop(rank)
+                if (error := answer.exception()) is not None:
+                    # The text has the traceback in the worker.
+                    raise start_error(error, member, len(answers), list(pending), explain(member, error)) from None
+                answers[rank] = answer.result()
+            if (now := time.monotonic()) - shown_at >= SHOWN_EVERY_S:
+                shown_at = now
+                bar.show(len(answers), waiting_for=list(itertools.islice(pending, NAMED)))
+    return answers
