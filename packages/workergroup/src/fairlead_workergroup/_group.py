@@ -322,10 +322,9 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             WorkerFailureError: a lost worker that stays cannot be restarted. Or a worker failed or was late after the
                 epoch had begun (kind "resize-failed"), which cannot be undone, because others have given up their
                 collectives: no call is sent until `restart_failed_workers()` or another `resize` has repaired it.
-            WorkerGroupError: the group, or its Ray, has been shut down; or this process is one of its workers.
+            WorkerGroupError: the group, or its Ray, has been shut down.
         """
         check_timeout("timeout", timeout)
-        operations.check_caller(self._provisioner.spec.token)
         operations.check_resize(self._core.check_alive(), sizes, slots)
         if self._provisioner.has_one_port:
             raise ValueError(

@@ -216,7 +216,7 @@ def test_dropped_group(cluster, recwarn):
     texts = [str(one.message) for one in recwarn if one.category is ResourceWarning and "Cleaner" in str(one.message)]
     assert texts == [
         (
-            "The worker group 'Cleaner' was dropped without shutdown(). Its 1 worker(s) are ended in the background. "
+            "The worker group 'Cleaner' was dropped without shutdown(). Its workers are ended in the background. "
             "Use the group in a with statement, or call shutdown()."
         )
     ]

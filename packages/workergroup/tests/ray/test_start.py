@@ -76,7 +76,7 @@ class TestSignature:
         with RayWorkerGroup(cluster, Slow, [1]) as group:
             assert group.name_prefix == "Slow"
             assert group.worker_metadata[0]["name"] == "Slow-0-0"
-            assert repr(group) == "RayWorkerGroup('Slow', {'worker': 1}, 1 workers)"
+            assert repr(group) == "RayWorkerGroup('Slow', {'worker': 1}, 1 worker)"
             assert repr(group.at(worker=0)) == "GroupView('Slow', {}, ranks [0])"
             kill(group, 0)
             with pytest.raises(WorkerFailureError):
@@ -98,7 +98,7 @@ class TestWaiting:
         assert error.node_id == cluster.slots()[3].node_id
         assert "its constructor raised FileNotFoundError: no checkpoint for 3" in str(error)
         assert "in __init__" in error.remote_traceback
-        assert error.others.startswith("of the other 3 workers ")
+        assert error.others.startswith("of the others, ")
         with RayWorkerGroup(cluster, Slow, workers_per_node=4) as group:  # the slots are free again
             assert group.world_size == 4
 

@@ -115,7 +115,8 @@ class Core:
         self._queued: deque[tuple[PlannedCall, Future[Sent]]] = deque()
 
     def __repr__(self) -> str:
-        state = f"{len(self.now.members)} workers" if self.handles else "shut down"
+        size = len(self.now.members)
+        state = f"{size} worker{'s' * (size != 1)}" if self.handles else "shut down"
         return f"RayWorkerGroup({self.name_prefix!r}, {dict(self.now.sharding.shape)}, {state})"
 
     # The members.

@@ -48,8 +48,7 @@ _SHUT_DOWN = (
 _SILENT = (ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
 # While an error is made, nodes may take this long to say which processes have ended.
 ENDED_S = 1.0
-# How soon a process that has refused a request is looked at again.
-REFUSED_EVERY_S = 0.1
+REFUSED_EVERY_S = 0.1  # how soon a process that has refused a request is looked at again
 # Once a worker is known to be dead, the errors of others that have died with it are waited for until none has come for
 # this long. Ray reports three deaths within about 20 ms, and within more than 0.1 s if all CPUs are taken.
 TOGETHER_S = 0.15
@@ -62,7 +61,6 @@ NOTICED_S = 2.0
 SHOWN = 8
 NO_CAUSE = "Ray reports that it is dead, and has not reported the cause in time"
 NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it forked may hold its connections"
-NODE_LOST = "its node is lost"
 
 Losses = dict[Member, WorkerFailure]
 
@@ -111,7 +109,7 @@ def find_losses(
     asked = [*(member for member in refused if member.pid), *(member for member in silent if member not in errors)]
     unknown: Losses = {}
     while asked and (left := until - _world.current.now()) > 0:
-        unknown |= {member: member.failure("killed", NOT_NOTICED) for member in _look_at_nodes(asked, left)}
+        unknown |= _look_at_nodes(asked, left)
         asked = [member for member in refused if member.pid and member not in unknown]
         if unknown or not asked:
             break
@@ -135,18 +133,18 @@ def find_lost(core: Core, members: Iterable[Member], within_s: float) -> Losses:
     silent = _look_at_nodes([member for member in living if member not in noticed], min(within_s, LOOK_S))
     dead = {member: loss for member, loss in noticed.items() if loss.kind == "killed"}
     on_lost_nodes = {member: loss for member, loss in noticed.items() if loss.kind == "node-lost"}
-    others = on_lost_nodes | {member: member.failure("killed", NOT_NOTICED) for member in silent}  # Ray may notice soon
-    lost = explain(core, dead, within_s) | explain(core, others, min(within_s, NOTICED_S))
+    # Ray may notice the others soon.
+    lost = explain(core, dead, within_s) | explain(core, on_lost_nodes | silent, min(within_s, NOTICED_S))
     return lost | {member: loss for member, loss in on_lost_nodes.items() if lost[member].kind == "killed"}
 
 
 def look_at_head(members: Collection[Member]) -> Losses:
     """Return the workers that Ray's head knows to be dead, or whose nodes it knows to be lost, without causes."""
     dead = dead_actors()  # all actors of the job that have ever died
-    alive = set(choose_alive({member.node_id for member in members if member.node_id}))
-    lost = [member for member in members if member.node_id and member.node_id not in alive]
+    alive = {"", *choose_alive({member.node_id for member in members if member.node_id})}
+    lost = [member for member in members if member.node_id not in alive]
     killed = {member: member.failure("killed", NO_CAUSE) for member in members if member.actor_id in dead}
-    return killed | {member: member.failure("node-lost", NODE_LOST) for member in lost}
+    return killed | {member: member.failure("node-lost", "its node is lost") for member in lost}
 
 
 def note_known_dead(core: Core, ranks: Iterable[int], is_used: Any) -> None:
@@ -214,11 +212,11 @@ def _find_errors(refs: Sequence[ObjectRef[Any]], core: Core) -> tuple[dict[Membe
     return dict(sorted(failed.items(), key=lambda item: item[0].rank)), silent
 
 
-def _look_at_nodes(members: Iterable[Member], within_s: float) -> list[Member]:
+def _look_at_nodes(members: Iterable[Member], within_s: float) -> Losses:
     """Return the workers whose processes have ended, from one request to each node; Ray may not know that yet."""
     started = [member for member in members if member.pid]
     ended = ask_nodes(started, find_ended, within_s=within_s, asks_head=False)
-    return [member for member, has_ended in zip(started, ended, strict=True) if has_ended]
+    return {one: one.failure("killed", NOT_NOTICED) for one, has_ended in zip(started, ended, strict=True) if has_ended}
 
 
 def _ask_actors(core: Core, members: Iterable[Member], within_s: float) -> Losses:
@@ -259,7 +257,6 @@ def late_error(
 
 
 def _describe_start(member: Member, seen: WorkerLook | None) -> str:
-    """Return what a late worker is doing."""
     if seen is None:
         return f"{member}: its node does not answer"
     if not seen.pid:
@@ -278,8 +275,7 @@ def start_error(
         reason, trace = f"its constructor raised {type(cause).__name__}: {cause}", remote_traceback(error)
         if isinstance(cause, TypeError) and "() " in reason and "argument" in reason:
             reason += ". The constructor gets init_args and init_kwargs of launch, or the arguments of RayWorkerBuilder"
-    others = f"of the other {started + len(waiting)} workers {started} had started"
+    others = f"of the others, {started} had started"
     if waiting:
-        ranks = ", ".join(map(str, waiting[:16])) + (", ..." if len(waiting) > 16 else "")
-        others += f", {len(waiting)} had not (ranks {ranks})"
+        others += f", {len(waiting)} had not (ranks {', '.join(map(str, waiting[:16]))}{', ...' * (len(waiting) > 16)})"
     return WorkerStartError(reason, member.rank, dict(member.coords), member.node_id, trace, others)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations that change who is in a group, as plans of one kind. They change nothing themselves."""
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,7 @@ from fairlead_sharding import NamedSharding
 
 from .._model import GroupState, Resize
 from .._world import Deadline
-from ..exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError
+from ..exceptions import WorkerFailure, WorkerFailureError
 from .core import CLUSTER_GONE, Core
 from .losses import CAUSE_S, find_lost
 
@@ -144,21 +143,11 @@ def check_resize(now: GroupState, sizes: Mapping[str, int], slots: Sequence[Slot
         raise TypeError(f"slots must be a sequence of slots, such as cluster.slots()[4:], got {slots!r}")
     if slots is not None and len(slots) != max(0, each * (size - before)):
         raise ValueError(
-            f"a resize from {axis}={before} to {axis}={size} needs {max(0, each * (size - before))} slots, got "
+            f"a resize from {axis}={before} to {axis}={size} needs {max(0, each * (size - before))} slot(s), got "
             f"{len(slots)}"
         )
     layout = np.arange(each * size).reshape(list({**now.sharding.shape, axis: size}.values()))
     return NamedSharding(layout, now.sharding.names)
-
-
-def check_caller(token: str) -> None:
-    """Refuse a resize from inside a worker of the group, which could not take part in it."""
-    facts = getattr(sys.modules.get("_fairlead_worker"), "facts", {})
-    if facts.get("tree", "").startswith(f"{token}-"):
-        raise WorkerGroupError(
-            "A worker cannot resize its own group, because it has to take part in that between two of its calls. "
-            "Return the wish to the driver, and call resize there."
-        )
 
 
 def check_ranks(ranks: object) -> tuple[int, ...]:

@@ -125,9 +125,8 @@ class Owned:
         if not self.keys("slot") or not self._core.connected:
             return ""
         return (
-            f"The worker group {self._core.name_prefix!r} was dropped without shutdown(). Its "
-            f"{len(self._workers)} worker(s) are ended in the background. Use the group in a with statement, or call "
-            "shutdown()."
+            f"The worker group {self._core.name_prefix!r} was dropped without shutdown(). Its workers are ended in the "
+            "background. Use the group in a with statement, or call shutdown()."
         )
 
     def _end_all(self, workers: Collection[Member], until: Deadline) -> None:
@@ -168,7 +167,7 @@ class Shutdown:
 
     def run(self, cleanup_method: str | None, timeout: float | None, *, force: bool) -> bool:
         """End the group; see `RayWorkerGroup.shutdown`. It takes no lock that a signal handler's thread may hold."""
-        until, me = Deadline.after(timeout), _world.current.thread()
+        until, me, clean = Deadline.after(timeout), _world.current.thread(), False
         self._core.ending = True
         if force:
             self._is_forced.set()
@@ -180,7 +179,7 @@ class Shutdown:
                     self._is_forced.set()
                 self._ended.wait()
             return self._succeeded
-        self._thread, clean = me, False
+        self._thread = me
         try:
             self._core.refuse_waiting()
             clean = cleanup_method is None or force or self._clean_up(cleanup_method, until)
@@ -192,7 +191,7 @@ class Shutdown:
         return self._succeeded
 
     def _end(self, until: Deadline, *, clean: bool) -> None:
-        is_idle = is_returned = False
+        is_returned = False
         try:
             self._core.end()
             self._core.refuse_waiting()
@@ -203,8 +202,7 @@ class Shutdown:
                 self._owned.close(until)
                 raise
             finally:
-                is_idle = self._changes.join(Deadline.after(JOIN_S))
-                self._succeeded = clean and is_idle and is_returned
+                self._succeeded = self._changes.join(Deadline.after(JOIN_S)) and clean and is_returned
 
     def _clean_up(self, cleanup_method: str, until: Deadline) -> bool:
         """Run the user's method on the living workers; return whether all went well."""
@@ -247,21 +245,18 @@ def kill_and_wait(workers: Collection[Member], until: Deadline) -> list[str]:
         try:
             by_ray = _wait_until_created(workers, deadline)
         finally:  # also after a second Ctrl-C
-            _kill(others)
+            for worker in others:
+                ray.kill(worker.handle)
         left = _wait(others, deadline, by_ray=by_ray)
     finally:
-        _kill(first)
+        for worker in first:
+            ray.kill(worker.handle)
     left += _wait(first, deadline, by_ray=by_ray)
     if not by_ray:
         left.append(f"{len(workers)} worker(s) whose end Ray's head has not confirmed, because it does not answer")
     if left:
         logger.warning("Still alive after the end of workers: %s.", "; ".join(left))
     return left
-
-
-def _kill(workers: Sequence[Member]) -> None:
-    for worker in workers:
-        ray.kill(worker.handle)
 
 
 def _wait(workers: Sequence[Member], until: float, *, by_ray: bool) -> list[str]:
@@ -297,46 +292,36 @@ def _wait_until_created(workers: Collection[Member], until: float) -> bool:
 
 def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) -> list[str]:
     """End the processes of workers on all nodes at once; return descriptions of those alive at the deadline."""
-    by_node = group_pairs((worker.node_id, worker) for worker in workers)
-    pause = 0.1
+    by_node, pause, left = group_pairs((worker.node_id, worker) for worker in workers), 0.1, list[str]()
     while by_node:
-        alive = set(choose_alive(by_node))
         within_s = max(0.5, deadline - time.monotonic())
         asks = {
             node_id: (
-                [worker.key for worker in ours if worker.pid],
-                [worker.mark for worker in ours],
+                [worker.key for worker in by_node[node_id] if worker.pid],
+                [worker.mark for worker in by_node[node_id]],
                 max(0.1, within_s - ANSWERED_S),
                 grace_s,
             )
-            for node_id, ours in by_node.items()
-            if node_id in alive
+            for node_id in choose_alive(by_node)
         }
-        answers = run_on_nodes(end_trees, asks, timeout_s=within_s)
-        silent = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception)}
-        left = [
-            f"pid {pid} on node {node_id[:8]}"
-            for node_id, answer in answers.items()
-            if not isinstance(answer, Exception)
-            for pid, _ in answer
-        ]
+        silent: dict[str, Exception] = {}
+        for node_id, answer in run_on_nodes(end_trees, asks, timeout_s=within_s).items():
+            if isinstance(answer, Exception):
+                silent[node_id] = answer
+            else:
+                left += [f"pid {pid} on node {node_id[:8]}" for pid, _ in answer]
         draining = frozenset[str]()
         if silent:
             with contextlib.suppress(HeadTimeoutError), head_deadline(LAST_LOOK_S):
                 draining = draining_nodes()
         # Ray starts no task on a node that drains, and the node ends by itself.
         for node_id in silent.keys() & draining:
-            logger.warning(
-                "Cannot look for processes of workers on node %s, which drains; they end with it at the latest: %s",
-                node_id[:8],
-                silent.pop(node_id),
-            )
+            text = "Cannot look for processes of workers on node %s, which drains; they end with it at the latest: %s"
+            logger.warning(text, node_id[:8], silent.pop(node_id))
         # A node that does not answer may be about to go.
         if left or not silent or time.monotonic() >= deadline:
-            return left + [
-                f"workers on node {node_id[:8]}, which does not answer: {error}" for node_id, error in silent.items()
-            ]
+            return left + [f"workers on node {node[:8]}, which does not answer: {why}" for node, why in silent.items()]
         by_node = {node_id: by_node[node_id] for node_id in silent}
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
-    return []
+    return left

@@ -107,7 +107,7 @@ def _choose(slots: Sequence[Slot], workers_per_node: Any) -> list[Slot]:
             raise ValueError(f"workers_per_node must be an int or a list of ints, got {workers_per_node!r}")
         if not 0 <= count <= len(own):
             raise ValueError(
-                f"workers_per_node asks for {count} workers on logical node {node_idx}, which has {len(own)} slots"
+                f"workers_per_node asks for {count} worker(s) on logical node {node_idx}, which has {len(own)} slot(s)"
             )
         keep.update(map(id, own[:count]))
     chosen = [slot for slot in slots if id(slot) in keep]
@@ -159,7 +159,9 @@ def check_sharding(given: NamedSharding | None, world_size: int) -> NamedShardin
     if not isinstance(given, NamedSharding):
         raise TypeError(f"sharding_annotations must be a NamedSharding, got {type(given).__name__}")
     if given.size != world_size:
-        raise ValueError(f"sharding_annotations has {given.size} ranks {given.shape}, the group {world_size} workers")
+        raise ValueError(
+            f"sharding_annotations has {given.size} rank(s) {given.shape}, and the group has {world_size} worker(s)"
+        )
     if sorted(given.layout.ravel().tolist()) != list(range(world_size)):
         raise ValueError(f"sharding_annotations must hold the ranks 0 to {world_size - 1}, got {given!r}")
     return given
@@ -203,8 +205,8 @@ class Slots:
             self._owned.drop(("slot", slot.key) for slot in new)
             raise
 
-    def claim_free(self, count: int) -> list[Slot]:
-        """Claim and return the first usable slots of the cluster that no group uses; if there are fewer, claim none."""
+    def _claim_free(self, count: int, why: str, remedy: str) -> list[Slot]:
+        """Claim and return the first usable slots of the cluster that no group uses, or refuse that with both texts."""
         free: list[Slot] = []
         for slot in usable_slots(self.read()):
             if not self._owned.holds(("slot", slot.key)) and len(free) < count:
@@ -213,6 +215,7 @@ class Slots:
                     free.append(slot)
         if len(free) < count:
             self._owned.drop(("slot", slot.key) for slot in free)
+            raise ValueError(f"{why} need as many free slots, and there are {len(free)} that can be used. {remedy}")
         return free
 
     def _claim(self, slot: Slot) -> None:
@@ -238,24 +241,13 @@ class Slots:
             return list(slots)
         if not isinstance(self._cluster, RayVirtualCluster):
             raise ValueError(f"this group was made from slots, so give the {count} new ones: resize(..., slots=...)")
-        free = self.claim_free(count)
-        if len(free) < count:
-            raise ValueError(
-                f"{count} more workers need {count} free slots, and the cluster has {len(free)}. Give slots of another "
-                "cluster (slots=...)."
-            )
-        return free
+        return self._claim_free(count, f"{count} more worker(s)", "Give slots of another cluster (slots=...).")
 
     def move(self, places: Sequence[Place], ranks: Sequence[int], why: str = "") -> tuple[Place, ...]:
         """Claim free slots of the cluster for ranks, and return all places; `why` begins the errors."""
         if any(len(places[rank].tied_bundles[1]) > 1 for rank in ranks):
             raise ValueError(f"{why}the workers of tied groups do not move to other slots: restart them where they are")
-        free = self.claim_free(len(ranks))
-        if len(free) < len(ranks):
-            raise ValueError(
-                f"{why}{len(ranks)} rank(s) need as many free slots, and there are {len(free)} that can be used. Make "
-                "a new group on a larger cluster."
-            )
+        free = self._claim_free(len(ranks), f"{why}{len(ranks)} rank(s)", "Make a new group on a larger cluster.")
         return move_places(places, dict(zip(ranks, free, strict=True)))
 
     def avoid_unusable(self, places: tuple[Place, ...], ranks: Sequence[int], until: Deadline) -> tuple[Place, ...]:
@@ -276,16 +268,10 @@ class Slots:
 
     def _replace_lost(self, places: Sequence[Place], until: Deadline) -> tuple[Place, ...]:
         """Let the cluster replace lost nodes; return the places of all ranks."""
-        if not isinstance(self._cluster, RayVirtualCluster):
-            alive = alive_nodes()
-            lost_nodes = sorted({place.slot.node_id[:8] for place in places if place.slot.node_id not in alive})
-            raise ResourceInsufficientError(
-                f"Their slots were on node(s) {', '.join(lost_nodes)}, which are lost. This group was made from slots, "
-                "so there is no cluster that could reserve others. Get new slots, and create a new group."
-            )
-        self._cluster.replace_lost_nodes(timeout_s=until.left() or 0.0)
+        if isinstance(self._cluster, RayVirtualCluster):
+            self._cluster.replace_lost_nodes(timeout_s=until.left() or 0.0)
         # Another group may have replaced them before. The slots of one logical node keep their order.
-        now, alive = self._cluster.slots(), alive_nodes()
+        now, alive = self.read(), alive_nodes()
         positions = _find_positions(now)
         self._positions |= positions
         present = {positions[slot.key]: slot for slot in now}
@@ -293,8 +279,9 @@ class Slots:
         moved = move_places(places, {rank: present[where] for rank, where in known.items() if where in present})
         if gone := [place.rank for place in moved if place.slot.node_id not in alive]:
             raise ResourceInsufficientError(
-                f"The slots of rank(s) {', '.join(map(str, gone))} are lost, and are not from the cluster of this "
-                "group, which could reserve others. Resize the group without these ranks."
+                f"The slots of rank(s) {', '.join(map(str, gone))} were on lost nodes, and are not from the cluster of "
+                "this group, so there is no cluster that could reserve others. Create a new group on other slots, or "
+                "resize this one without these ranks."
             )
         return moved
 

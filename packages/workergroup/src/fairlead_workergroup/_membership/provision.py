@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import ray
@@ -24,7 +23,7 @@ from fairlead_venvs import VenvSpec
 from .._model import GroupState, Member, Place, configure_ask
 from .._observe.board import ANSWER_S, Publication, actor_name
 from .._observe.display import Bar
-from .._observe.query import WorkerLook, look_at_starts
+from .._observe.query import look_at_starts
 from .._ray_private import actor_id_of
 from .._remote.process import mark_of
 from .._start.environment import (
@@ -156,7 +155,7 @@ class Provisioner(Described):
         builder = RayWorkerBuilder(self.spec.builder.worker).with_methods(*self.spec.builder.methods)
         self.spec = dataclasses.replace(self.spec, builder=builder)
         self.owned.own(("arguments",), self._forget_arguments)
-        self._publication = Publication(self._core.name_prefix, self.spec.token, described.to_dict())
+        self._publication = Publication(self._core.name_prefix, self.spec.token, described.plain)
         self.owned.own(("publication",), self._publication.withdraw)
         members = tuple(self._next_member(place, 0, 0) for place in places)
         return Staged(dataclasses.replace(before, members=members), described, workers, lease)
@@ -309,7 +308,6 @@ class Provisioner(Described):
             name=self._core.name_prefix,
             until=until,
             check=self._core.check_goes_on,
-            look=look_at_starts,
             explain=lambda member, error: find_losses(self._core, {member: error}).get(member),
         )
         started = {}
@@ -389,7 +387,14 @@ def plan_workers(
             of_class=of_class,
             of_slot=place.slot.env,
             of_user=of_user,
-            of_rank=rank_variables(place, len(places), places[0].slot.node_ip),
+            of_rank={  # without MASTER_PORT, which is leased while the actors start
+                "RANK": str(place.rank),
+                "WORLD_SIZE": str(len(places)),
+                "NODE_RANK": str(place.node_rank),
+                "LOCAL_RANK": str(place.local_rank),
+                "LOCAL_WORLD_SIZE": str(place.local_world_size),
+                "MASTER_ADDR": places[0].slot.node_ip,
+            },
             configured={**overrides.get("env_vars", {}), **configured_env},
         )
         runtime_env = recursive_merge_options(shared, {n: v for n, v in overrides.items() if n != "env_vars"})
@@ -407,41 +412,24 @@ def plan_workers(
     return plans
 
 
-def rank_variables(place: Place, world_size: int, master: str) -> dict[str, str]:
-    """Return the variables of a rank, without MASTER_PORT, which is leased while the actors start."""
-    return {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(world_size),
-        "NODE_RANK": str(place.node_rank),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "MASTER_ADDR": master,
-    }
-
-
-def create_actor(plan: WorkerPlan, described: WorkerClass, name: str) -> Any:
-    """Create the actor of a worker under a name as from `actor_name`, within `head_deadline`; return its handle."""
-    slot = plan.place.slot
-    actor_class = described.actor_class.options(
-        **plan.options,
-        name=name,
-        # The group restarts workers itself: Ray's restarts hang in RESTARTING once a placement group is gone.
-        max_restarts=0,
-        max_task_retries=0,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(
-            slot.placement_group, slot.bundle_index, placement_group_capture_child_tasks=True
-        ),
-    )
-    return ask_head("create a worker", actor_class.remote, undo=ray.kill)
-
-
 def create_actors(
     plans: Sequence[WorkerPlan], described: WorkerClass, names: Sequence[str], add: Callable[[WorkerPlan, Any], None]
 ) -> None:
-    """Create the actors of workers, `WINDOW` at a time; call `add` with each handle, on any thread."""
+    """Create the named actors of workers, `WINDOW` at a time; call `add` with each handle, on any thread."""
 
     def create(request: tuple[WorkerPlan, str]) -> None:
-        add(request[0], create_actor(request[0], described, request[1]))
+        plan, name = request
+        actor_class = described.actor_class.options(
+            **plan.options,
+            name=name,
+            # The group restarts workers itself: Ray's restarts hang in RESTARTING once a placement group is gone.
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                plan.place.slot.placement_group, plan.place.slot.bundle_index, placement_group_capture_child_tasks=True
+            ),
+        )
+        add(plan, ask_head("create a worker", actor_class.remote, undo=ray.kill))
 
     first, *others = zip(plans, names, strict=True)
     create(first)  # this exports the class, which has to happen once
@@ -462,24 +450,19 @@ def wait_started(
     name: str,
     until: Deadline,
     check: Callable[[], None],
-    look: Callable[[Sequence[Member]], Sequence[WorkerLook | None]] = lambda late: [None] * len(late),
     explain: Callable[[Member, BaseException], WorkerFailure | None] = lambda member, error: None,
 ) -> dict[int, dict[str, Any]]:
     """Wait until all constructors have finished; return what each worker reports, by rank.
 
-    `look` looks at workers that are late, and `explain` returns the loss of a worker, if that is what an error means.
+    `explain` returns the loss of a worker, if that is what an error means.
     """
     answers: dict[int, dict[str, Any]] = {}
     pending = {member.rank: member for member in members}
     # Each answer comes once, in the order of arrival: the first failure is the cause of others that soon follow. A
     # `ray.wait` would be given all pending references again for each answer.
     arrived: queue.SimpleQueue[tuple[int, Future[dict[str, Any]]]] = queue.SimpleQueue()
-
-    def note_arrival(rank: int, answer: Future[dict[str, Any]]) -> None:
-        arrived.put((rank, answer))
-
-    for member, ref in zip(members, started, strict=True):
-        ref.future().add_done_callback(partial(note_arrival, member.rank))
+    for rank, ref in zip(pending, started, strict=True):
+        ref.future().add_done_callback(lambda answer, rank=rank: arrived.put((rank, answer)))
     with Bar(f"Starting {name}: process, import, constructor", len(started)) as bar:
         shown_at = time.monotonic()
         while pending:
@@ -489,7 +472,7 @@ def wait_started(
                 check()
                 if until.passed:
                     slow = list(pending.values())
-                    raise late_error(slow, look(slow[:SHOWN]), len(started), until.limit_s or 0.0) from None
+                    raise late_error(slow, look_at_starts(slow[:SHOWN]), len(started), until.limit_s or 0.0) from None
             else:
                 member = pending.pop(rank)
                 if (error := answer.exception()) is not None:

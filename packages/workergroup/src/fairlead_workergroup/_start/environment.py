@@ -44,41 +44,30 @@ LOADER = (
     "LC_*",
     "LD_*",
     "LOCPATH",
-    "MALLOC_*",
-    "MIMALLOC_*",
+    "*MALLOC_*",
     "OPENSSL_CONF",
     "PYTHON*",
-    "TCMALLOC_*",
     "TZ",
     "*SAN_OPTIONS",
 )
-# The group sets these options, which decide where an actor runs, its name, and its restarts.
-_OURS = (
-    "accelerator_type",
-    "allow_out_of_order_execution",
-    "fallback_strategy",
-    "get_if_exists",
-    "label_selector",
-    "lifetime",
-    "max_restarts",
-    "max_task_retries",
-    "name",
-    "namespace",
-    "num_cpus",
-    "num_gpus",
-    "placement_group",
-    "placement_group_bundle_index",
-    "placement_group_capture_child_tasks",
-    "scheduling_strategy",
-)
-# What to use in their place, where there is something.
-_INSTEAD = {
+# The group sets these options, which decide where an actor runs, its name, and its restarts; what to use instead.
+_OURS = {
     "accelerator_type": "label_selector of the cluster",
+    "allow_out_of_order_execution": "",
+    "fallback_strategy": "",
+    "get_if_exists": "",
+    "label_selector": "",
+    "lifetime": "",
     "max_restarts": "restart=Restart(...)",
+    "max_task_retries": "",
+    "name": "name_prefix=",
+    "namespace": "",
     "num_cpus": "cpus_per_worker of the cluster",
     "num_gpus": "use_gpus or accelerators of the cluster",
-    "name": "name_prefix=",
-    "env_vars": "env_vars=",
+    "placement_group": "",
+    "placement_group_bundle_index": "",
+    "placement_group_capture_child_tasks": "",
+    "scheduling_strategy": "",
 }
 # Parts of a `runtime_env` that choose another Python, and the variables.
 _OURS_IN_ENV = ("conda", "container", "env_vars", "image_uri", "pip", "py_executable", "uv")
@@ -278,10 +267,10 @@ def check_ray_options(options: object) -> None:
     """Refuse Ray options of a group that are not options, or that the group sets."""
     if not isinstance(options, Mapping):
         raise TypeError(f"ray_options must be a dict of Ray options, got {options!r}")
-    ours = {repr(name): _INSTEAD.get(name) for name in options if name in _OURS}
+    ours = {repr(name): _OURS[name] for name in options if name in _OURS}
     for name in options.get("runtime_env") or {}:
         if name in _OURS_IN_ENV:
-            ours[f"'runtime_env' with {name!r}"] = _INSTEAD.get(name, "python=")
+            ours[f"'runtime_env' with {name!r}"] = "env_vars=" if name == "env_vars" else "python="
     if ours:
         texts = [f"{name} (use {instead})" if instead else name for name, instead in ours.items()]
         raise ValueError(f"ray_options has {', '.join(texts)}, which the group sets itself: remove it")

@@ -77,15 +77,11 @@ class WorkerClass:
     concurrent: bool = False  # whether its async methods overlap
     cls: type | None = None
     full_names: Mapping[str, str] = field(default_factory=dict)  # `module.Class.method` of each method's function
-    plain: Mapping[str, Any] = field(default_factory=dict)  # what `to_dict` returns
-
-    def to_dict(self) -> Mapping[str, Any]:
-        """Return what a process without the class needs to call its methods, as plain data."""
-        return self.plain
+    plain: Mapping[str, Any] = field(default_factory=dict)  # what a process without the class needs to call its methods
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "WorkerClass":
-        """Return the class that `to_dict` has described."""
+        """Return the class that has been described as `plain` data."""
         return cls(
             data["target"],
             data["class"],
@@ -98,23 +94,17 @@ class WorkerClass:
             plain=data,
         )
 
-    def configuration(self, rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
+    def configuration(self, rank: int) -> tuple[dict[str, Any], ...]:
         """Return (resources, env_vars, init_kwargs, runtime_env overrides) for a worker, which are empty by default."""
         configuration = () if self.configurations is None else self.configurations[rank]
-        resources, env_vars, init_kwargs, overrides = (*configuration, {}, {}, {}, {})[:4]
-        return resources, env_vars, init_kwargs, overrides
-
-    @cached_property
-    def host(self) -> type:
-        """The generated class that hosts it."""
-        kinds = {method.name: method.kind for method in self.methods.values()}
-        limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
-        return host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits)
+        return (*configuration, {}, {}, {}, {})[:4]
 
     @cached_property
     def actor_class(self) -> Any:
-        """That class as a Ray actor class."""
-        return ray.remote(self.host)
+        """The generated class that hosts it, as a Ray actor class."""
+        kinds = {method.name: method.kind for method in self.methods.values()}
+        limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
+        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits))
 
     def find(self, method: "str | Callable[..., Any] | Method") -> Method:
         """Return what `method` does; a `Method` is returned as it is."""
@@ -143,15 +133,18 @@ class WorkerClass:
         if self.cls is not None:
             return next((name for name in self.methods if _unbound(getattr(self.cls, name)) is own), None)
         # The driver may have another copy of the class, or none, so compare where the methods are defined.
-        full_name = full_function_name(own)
-        return next((name for name in self.methods if full_name and self.full_names[name] == full_name), None)
+        full_name = f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', '<none>')}"
+        is_named = "<" not in full_name
+        return next((name for name in self.methods if is_named and self.full_names[name] == full_name), None)
 
     def _replacement(self, function: Any) -> Method:
         if not callable(function) or isinstance(function, type):
             raise TypeError(
                 f"call takes a method's name, a method of the class, or a function f(worker, ...), got {function!r}"
             )
-        name, kind, signature = function_name(function), function_kind(function), signature_without_worker(function)
+        is_function = inspect.isroutine(function) or isinstance(function, functools.partial)
+        name, kind = function_name(function), kind_of(function if is_function else type(function).__call__)
+        signature = signature_without_worker(function)
         if "generator" in kind:
             raise TypeError(
                 f"{name!r} is a generator function, and only methods stream: make it a generator method of the class, "
@@ -217,9 +210,8 @@ def describe_class(
             answer = ray.get(ref, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             ray.cancel(ref, force=True)
-            raise WorkerStartError(
-                f"The import of {worker!r} on node {node_id[:8]} took more than {timeout_s:g} s (Timeouts.start_s)."
-            ) from error
+            reason = f"The import of {worker!r} on node {node_id[:8]} took more than {timeout_s:g} s (start_s)."
+            raise WorkerStartError(reason) from error
         except ray.exceptions.RayTaskError as error:
             raise WorkerStartError(
                 f"{worker!r} cannot be used as a worker on node {node_id[:8]}: {error.cause}. Install it in the "
@@ -267,10 +259,7 @@ class RayWorkerBuilder:
         TypeError, ValueError: the argument is neither a class nor the name of one.
 
     Attributes:
-        ray_actor_class_fqn: the full name of the class.
         worker: the class as it was given.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
         methods: the names that `with_methods` has added.
 
     >>> RayWorkerBuilder("collections.Counter", "abc").ray_actor_class_fqn
@@ -345,9 +334,8 @@ class RayWorkerBuilder:
         options = recursive_merge_options(recursive_merge_options(described.options, own), extra_options)
         check_concurrency(options, concurrent=False)
         environment = worker_environment(configured=env_vars)
-        if environment.loader_variables:
-            loader = {"runtime_env": {"env_vars": dict(environment.loader_variables)}}
-            options = recursive_merge_options(options, loader)
+        if loader := dict(environment.loader_variables):
+            options = recursive_merge_options(options, {"runtime_env": {"env_vars": loader}})
         options.setdefault("num_cpus", 1)
         handle = described.actor_class.options(
             **options,
@@ -390,9 +378,8 @@ class RayWorkerBuilder:
         if not ray.wait([ready], timeout=START_S)[0]:
             ray.kill(handle)
             raise WorkerStartError(
-                f"the constructor of {self.ray_actor_class_fqn} has not finished after {START_S:g} s: either it takes "
-                f"longer, or bundle {placement_group_bundle_index} has no room for the worker. Look at "
-                "`ray.util.placement_group_table()`"
+                f"the constructor of {self.ray_actor_class_fqn} has not finished after {START_S:g} s: it takes longer, "
+                f"or bundle {placement_group_bundle_index} has no room (see `ray.util.placement_group_table()`)"
             )
         ray.get(ready)
         return handle
@@ -416,7 +403,7 @@ def _without_ray(function: Any) -> Any:
 
 
 class _Default:
-    """Stand for the default of a parameter, which the driver does not know."""
+    """Stands for the default of a parameter, which the driver does not know."""
 
     def __repr__(self) -> str:
         return "..."
@@ -444,18 +431,6 @@ def function_name(function: Callable[..., Any]) -> str:
     if code is not None and name.endswith("<lambda>"):
         name = f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
     return name
-
-
-def full_function_name(function: Any) -> str:
-    """Return `module.Class.method` of a function; "" if it has no such name."""
-    name = getattr(function, "__qualname__", "")
-    return "" if not name or "<" in name else f"{getattr(function, '__module__', '')}.{name}"
-
-
-def function_kind(function: Callable[..., Any]) -> str:
-    """Return the kind of a function: plain, generator, async or async_generator."""
-    is_function = inspect.isroutine(function) or isinstance(function, functools.partial)
-    return kind_of(function if is_function else type(function).__call__)
 
 
 def signature_without_worker(function: Callable[..., Any]) -> inspect.Signature | None:
