@@ -114,7 +114,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         builder = remote_worker_builder
         if not isinstance(builder, RayWorkerBuilder):
             builder = RayWorkerBuilder(builder)
-        env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars or {})
+        env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars)
         if async_communication not in (True, False, "auto"):
             raise ValueError(f"async_communication must be True, False or 'auto', got {async_communication!r}")
         restart = read_restart(restart, flat, RayWorkerGroup.__init__)

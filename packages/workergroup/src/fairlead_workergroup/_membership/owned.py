@@ -19,7 +19,7 @@ from .._model import Member
 from .._observe.head import actors_being_made, draining_nodes
 from .._remote.process import WORKER_GRACE_S, end_trees
 from .._world import NEVER, Deadline, wait_for, wait_for_event
-from .core import Changing, Core
+from .core import Changes, Core
 from .losses import look_at_head
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class Owned:
 class Shutdown:
     """End a group once, on the thread of the first caller; the others wait for that."""
 
-    def __init__(self, core: Core, changes: Changing, owned: Owned) -> None:
+    def __init__(self, core: Core, changes: Changes, owned: Owned) -> None:
         self._core = core
         self._changes = changes
         self._owned = owned

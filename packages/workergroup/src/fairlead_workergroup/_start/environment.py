@@ -92,11 +92,14 @@ def variables_at(env_vars: EnvVars, place: Place) -> Mapping[str, str]:
     return check_env_vars(given, is_logged=False)  # it is asked for each place, and again when the group changes
 
 
-def check_env_vars(env_vars: Mapping[str, str], *, is_logged: bool = True) -> dict[str, str]:
+def check_env_vars(env_vars: Mapping[str, str] | None, *, is_logged: bool = True) -> dict[str, str]:
     """Return a copy without the names that Ray or the group sets, which are logged; refuse what is not text.
 
     A driver under torchrun, Slurm or KubeRay has such names in the `os.environ` that its user passes on.
     """
+    env_vars = {} if env_vars is None else env_vars
+    if not isinstance(env_vars, Mapping):
+        raise TypeError(f"env_vars must be a mapping from names to strings, or a function of a place, got {env_vars!r}")
     for name, value in env_vars.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env_vars must map names to strings, got {name!r}: {type(value).__name__}")
