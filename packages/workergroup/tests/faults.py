@@ -238,7 +238,7 @@ def act_before(patch: Patch, owner: Any, name: str, act: Callable[[], object]) -
 
 
 def act_in_steps(patch: Patch, act: Callable[[str], object]) -> None:
-    """Let `act` run before these steps of a change of a group, with the name that `docs/architecture.md` gives it."""
+    """Let `act` run before these steps of a change of a group, with the name that the page about worker groups gives it."""
     end, plan_restart = change._Run._end, operations._find_lost
 
     def act_and_end(own: Any, ranks: Sequence[int]) -> Any:
