@@ -20,7 +20,7 @@ from ray.experimental.locations import get_local_object_locations
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, extension
 from fairlead_placement._nodes import head as placement_head
-from fairlead_workergroup import _observer, _world
+from fairlead_workergroup import _status, _world
 from fairlead_workergroup._calls import handle
 from fairlead_workergroup._membership import (
     change,
@@ -32,11 +32,11 @@ from fairlead_workergroup._membership import (
 )
 from fairlead_workergroup._observe import (
     board,
-    display,
     head,
+    progress_bar,
     query,
 )
-from fairlead_workergroup._remote import process, progress
+from fairlead_workergroup._remote import process, record
 from fairlead_workergroup._start import worker_class
 from fairlead_workergroup._transport import replies
 
@@ -159,16 +159,16 @@ def keep_processes_alive(patch: Patch) -> None:
 
 def let_nodes_report(patch: Patch, rows: Mapping[int, Mapping[str, Any] | None]) -> None:
     """Let the nodes answer a look at workers with these rows, given by rank; without one, a node is silent."""
-    patch.setattr(_observer, "ask_nodes", lambda workers, *_: [rows.get(worker.rank) for worker in workers])
+    patch.setattr(_status, "ask_nodes", lambda workers, *_: [rows.get(worker.rank) for worker in workers])
 
 
 @contextlib.contextmanager
 def unreadable_record(pid: int) -> Iterator[None]:
     """Let the record of what a worker does look as if the worker wrote it all the time."""
-    file = progress.open_record(pid)
-    page = os.pread(file, progress.CANCELLED_AT, 0)
-    for at in progress.STATES_AT:
-        os.pwrite(file, b"x" * 8, at + struct.calcsize(progress.STATE) - 8)
+    file = record.open_record(pid)
+    page = os.pread(file, record.CANCELLED_AT, 0)
+    for at in record.STATES_AT:
+        os.pwrite(file, b"x" * 8, at + struct.calcsize(record.STATE) - 8)
     try:
         yield
     finally:
@@ -238,7 +238,7 @@ def act_before(patch: Patch, owner: Any, name: str, act: Callable[[], object]) -
 
 
 def act_in_steps(patch: Patch, act: Callable[[str], object]) -> None:
-    """Let `act` run before these steps of a change of a group, with the name that the page about worker groups gives it."""
+    """Let `act` run before these steps of a change of a group, with the name that the internals give it."""
     end, plan_restart = change._Run._end, operations._find_lost
 
     def act_and_end(own: Any, ranks: Sequence[int]) -> Any:
@@ -287,7 +287,7 @@ def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
 def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
     """Let `act` run whenever a start of workers waits for these ranks, and for no others."""
 
-    class Bar(display.Bar):
+    class Bar(progress_bar.Bar):
         def show(self, done: int, *, waiting_for: Sequence[int] = ()) -> None:
             if list(waiting_for) == ranks:
                 act()

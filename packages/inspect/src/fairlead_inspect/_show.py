@@ -19,7 +19,7 @@ from ._verdict.positions import TICKS_PER_S, Position, find_own, frames_of_code,
 from ._verdict.rules import exit_status
 from ._verdict.waits import add_label
 from ._worker_sets import find_worker_sets
-from .model import Actor, Finding, Frame, Job, Member, Snapshot, Stack, StackClass, Suspect, Waiting, WorkerSet
+from .model import Actor, Finding, Frame, Job, Kind, Member, Snapshot, Stack, StackClass, Suspect, Waiting, WorkerSet
 
 # Of the JSON; fields are added, and never renamed.
 SCHEMA = 2
@@ -31,7 +31,13 @@ _SECRETS = (
     (re.compile(rf"(?i)({_NAME}){_VALUE}"), r"\1***"),
     (re.compile(r"://[^@\s]+@"), "://***@"),
 )
-_HEADS = {"working": "WORKS", "undecided": "UNDECIDED", "together": "WAIT", "mismatch": "MISMATCH", "driver": "DRIVER"}
+# The first word of a finding: this one if it blames, and else one of the others. The guide explains each.
+BLAMES = "HANGS"
+WORDS: Mapping[Kind, str] = {
+    "working": "WORKS", "pending": "PENDING", "missing": "MISSING", "dead": "DEAD", "stopped": "STOPPED",
+    "deadlock": "DEADLOCK", "mismatch": "MISMATCH", "together": "WAIT", "node-silent": "SILENT", "driver": "DRIVER",
+    "undecided": "UNDECIDED",
+}  # fmt: skip
 MOST_ROWS = 200
 # Of a report, wide enough that few lines are broken.
 WIDTH = 160
@@ -52,7 +58,7 @@ def clean(text: str) -> str:
         text = pattern.sub(instead, text)
     home = os.path.expanduser("~")
     text = text.replace(home + "/", "~/") if len(home) > 1 else text
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def clean_all(value: Any) -> Any:
@@ -60,8 +66,8 @@ def clean_all(value: Any) -> Any:
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, Mapping):
-        return {clean(key): clean_all(one) for key, one in value.items()}
-    return [clean_all(one) for one in value] if isinstance(value, list | tuple) else value
+        return {clean(key): clean_all(item) for key, item in value.items()}
+    return [clean_all(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_ranks(ranks: Sequence[int]) -> str:
@@ -107,12 +113,13 @@ def _place(frame: Frame) -> str:
     return f"{name}:{frame.line}" if frame.line else name
 
 
-def _write_since(since_s: float | None) -> str:
-    return "" if since_s is None else f", for {write_seconds(since_s)}"
+def _write_since(since_s: float | None, limit_s: float | None = None) -> str:
+    limit = "" if limit_s is None else f" of {write_seconds(limit_s)}"
+    return "" if since_s is None else f", for {write_seconds(since_s)}{limit}"
 
 
-def _write_process(one: Finding | Suspect) -> str:
-    return f" on {one.node}, pid {one.pid}" if one.pid and one.node else ""
+def _write_process(process: Finding | Suspect) -> str:
+    return f" on {process.node}, pid {process.pid}" if process.pid and process.node else ""
 
 
 def _who(ranks: Sequence[int], ordinals: Sequence[int]) -> str:
@@ -178,10 +185,12 @@ def _draw_finding(finding: Finding, members: Mapping[str, Member]) -> Renderable
     if finding.blames and finding.ranks and finding.rank_confidence:
         sure = f"rank: {finding.rank_confidence}, {sure}"
     place = "" if listed else _write_process(finding)
-    said = f"{_name(finding, members)}{place}{_write_since(finding.since_s)}: {finding.text} ({finding.kind}; {sure})"
+    since = _write_since(finding.since_s, finding.limit_s)
+    said = f"{_name(finding, members)}{place}{since}: {finding.text} ({finding.kind}; {sure})"
     suspects = (
-        f"{one.name}{_write_process(one)}{_write_since(one.since_s)}: {write_stack(one.where)} ({one.text})"
-        for one in finding.suspects
+        f"{suspect.name}{_write_process(suspect)}{_write_since(suspect.since_s)}: "
+        f"{write_stack(suspect.where)} ({suspect.text})"
+        for suspect in finding.suspects
     )
     rows = [
         ("at", "" if listed else write_stack(finding.where)),
@@ -194,7 +203,7 @@ def _draw_finding(finding: Finding, members: Mapping[str, Member]) -> Renderable
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column()
-    head = "HANGS" if finding.blames else _HEADS.get(finding.kind, finding.kind.upper())
+    head = BLAMES if finding.blames else WORDS[finding.kind]
     grid.add_row(Text(head, style="bold red" if finding.blames else "bold"), Text(clean(said), style="bold"))
     for label, text in rows:
         if text:
@@ -213,7 +222,8 @@ def _describe(waiting: Waiting) -> str:
 def to_json(snapshot: Snapshot, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return a snapshot and its findings as JSON, without secrets."""
     worker_sets = find_worker_sets(snapshot)
-    unread = [{"node": one.node_id, "pid": one.pid, "reason": one.note} for one in snapshot.processes if one.note]
+    noted = [process for process in snapshot.processes if process.note]
+    unread = [{"node": process.node_id, "pid": process.pid, "reason": process.note} for process in noted]
     silent = [{"node": node.address, "reason": node.note} for node in snapshot.nodes if node.answer == "silent"]
     fields: dict[str, Any] = clean_all(
         {

@@ -25,10 +25,10 @@ from ._group import RayWorkerGroup
 from ._launch import launch
 from ._model import GroupState, Place
 from ._observe.calls import Outcome
-from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._options import Elastic, Restart, Timeouts
 from ._start.environment import WorkerOptions, recursive_merge_options
 from ._start.worker_class import RayWorkerBuilder
+from ._status import StuckWorker, WorkerStatus, WorkerUsage
 from ._transport.arguments import PerWorker, Shard
 from ._transport.wait import ResultStream
 from .exceptions import (

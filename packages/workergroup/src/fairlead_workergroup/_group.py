@@ -31,11 +31,10 @@ from ._membership.owned import Owned, Shutdown
 from ._membership.places import check_sharding, lay_out
 from ._membership.provision import GroupSpec, Provisioner
 from ._model import GroupState, Place, RestartPolicy
-from ._observe.memory import parse_memory
-from ._observer import ObservedGroup, Observer
-from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
+from ._options import Elastic, FlatOptions, Restart, Timeouts, parse_memory, read_option, read_restart
 from ._start.environment import WorkerOptions, check_env_vars, choose_python
 from ._start.worker_class import ClassLike, RayWorkerBuilder
+from ._status import ObservedGroup
 from ._world import Deadline, check_timeout
 
 logger = logging.getLogger(__name__)
@@ -171,7 +170,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
         core.changes = self._changes
         self._shutdown = Shutdown(core, self._changes, self._provisioner.owned)
-        self._observer = Observer(core)
         self._classic_futures = ClassicFutures(core)
 
     def _start(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 
-from .exceptions import FailureKind, WorkerFailure, format_coords
+from .exceptions import STATE, FailureKind, WorkerFailure, format_coords
 
 Phase = Literal["starting", "serving", "broken", "ended"]
 
@@ -324,5 +324,5 @@ class RestartPolicy:
         if reason or not self.on_failure:
             return reason
         if self.restarts_all:
-            return "The next call restarts the whole group first, whichever ranks it calls. Repeat this call."
-        return "The next call that reaches these ranks starts them again. Repeat this call."
+            return f"The next call restarts the whole group first, whichever ranks it calls. Repeat this call. {STATE}"
+        return f"The next call that reaches these ranks starts them again. Repeat this call. {STATE}"

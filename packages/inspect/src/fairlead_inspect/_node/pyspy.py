@@ -11,6 +11,7 @@ from typing import Any
 
 from .processes import map_threads
 from .references import read_references
+from .requests import read_request
 
 MOST_FRAMES = 64
 # Where a thread begins; a stack that does not reach it is torn.
@@ -29,10 +30,11 @@ def find_pyspy() -> str:
 
 def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[str, Any]], str]:
     """Return the threads of a process, with their frames and the objects that they wait for, and why there are none."""
-    note, found = LATE if program else MISSING, None
+    note, rows = LATE if program else MISSING, None
     environ = {**os.environ, "RUST_BACKTRACE": "0", "RUST_LIB_BACKTRACE": "0"}  # whose last line would be the reason
     for _ in range(TRIES if program else 0):
-        # No value of a local leaves this function: `ray.get` has the list that it waits for there, and its timeout.
+        # Values of locals leave this node only if they are those of Fairlead that say what it waits for. `ray.get` has
+        # the list that it waits for there, and its timeout.
         command = [program, "dump", "--nonblocking", "--json", "--locals", "--pid", str(pid)]
         if (left := until - time.monotonic()) <= 0:
             break
@@ -51,10 +53,10 @@ def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[s
             if "ermission denied" in note:
                 break
             continue
-        found = _read_threads(pid, threads, offset)
-        if all(row["stack"][-1][1].rpartition(".")[2] in BASES for row in found):
+        rows = _read_threads(pid, threads, offset)
+        if all(row["stack"][-1][1].rpartition(".")[2] in BASES for row in rows):
             break  # otherwise it is torn; the last one is taken as it is
-    return ([], note) if found is None else (found, "")
+    return ([], note) if rows is None else (rows, "")
 
 
 def _read_threads(pid: int, threads: Any, offset: int) -> list[dict[str, Any]]:
@@ -67,5 +69,6 @@ def _read_threads(pid: int, threads: Any, offset: int) -> list[dict[str, Any]]:
         stack = tuple((frame["filename"], frame["name"], frame["line"]) for frame in shown)
         row = {"tid": numbers.get(tid, tid), "name": name, "stack": stack}
         row["references"], row["unread"] = read_references(pid, frames, offset)
+        row["request"] = read_request(frames)
         rows.append(row)
     return rows

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from .._membership.core import Core
-from .._observe.display import Bar
+from .._observe.progress_bar import Bar
 from .._transport.arguments import Arguments
 from .._transport.wait import Waiter
 from .._world import Deadline

@@ -15,7 +15,6 @@ from fairlead_sharding import NamedSharding
 from .. import _world
 from .._membership.core import Core
 from .._model import Resize
-from .._observe.display import shorten_rows
 from .._start.worker_class import Method
 from .._transport.arguments import Arguments, Gathered, NotPicklableError, PassedOn, PerWorker, Shard, is_inlined
 from .._transport.replies import Request
@@ -23,6 +22,9 @@ from .._world import NEVER, Deadline, check_timeout
 from ..exceptions import StaleGroupError
 
 Axes = str | Iterable[str] | None
+
+# How many rows the text of an explanation has at most: the first and the last ones.
+MOST_ROWS = 40
 
 
 def as_axes(axes: Axes) -> tuple[str, ...]:
@@ -187,7 +189,10 @@ class CallExplanation:
     rows: tuple[tuple[str, ...], ...]
 
     def __str__(self) -> str:
-        lines = [self.header, *shorten_rows(self.rows, len(self.header))]
+        half = MOST_ROWS // 2
+        dots = (("...",) * len(self.header),)
+        rows = self.rows if len(self.rows) <= MOST_ROWS else (*self.rows[:half], *dots, *self.rows[-half:])
+        lines = [self.header, *rows]
         widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
         shown = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
         return "\n".join([self.summary, *shown])

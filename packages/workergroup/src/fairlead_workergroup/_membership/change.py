@@ -17,7 +17,7 @@ from .._model import Member
 from .._observe.head import alive_nodes
 from .._observe.query import late_workers
 from .._ray_private import end_of
-from .._remote.facts import apply_facts, do_nothing
+from .._remote.setup import apply_facts, do_nothing
 from .._start.worker_class import pickle_function
 from .._world import NEVER, Check, Deadline, wait_for, wait_for_event
 from ..exceptions import (

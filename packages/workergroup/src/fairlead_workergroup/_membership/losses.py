@@ -18,9 +18,8 @@ from fairlead_placement.extension import choose_alive, collect, head_deadline
 from .. import _world
 from .._model import Member
 from .._observe.head import dead_actors
-from .._observe.memory import find_killed
-from .._observe.query import WorkerLook, ask_nodes
-from .._observe.remote_errors import explain_errors, remote_traceback
+from .._observe.query import WorkerLook, ask_nodes, find_killed
+from .._observe.remote_errors import explain_errors, explain_missing_module, remote_traceback
 from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
 from .._transport import replies
@@ -179,6 +178,7 @@ def diagnose(
         first.__suppress_context__ = True  # the error of another worker, with a traceback of its own
     if core is None or not refs:
         return first
+    replies.ignore(refs)
     failed, pending = _find_errors(refs, core)
     known, until = 0, NEVER
     while pending and (count := sum(read_loss(*item) is not None for item in failed.items())) and not until.passed:
@@ -273,7 +273,9 @@ def start_error(
     else:
         cause = getattr(error, "cause", None) or error
         reason, trace = f"its constructor raised {type(cause).__name__}: {cause}", remote_traceback(error)
-        if isinstance(cause, TypeError) and "() " in reason and "argument" in reason:
+        if missing := explain_missing_module(cause):
+            reason = missing
+        elif isinstance(cause, TypeError) and "() " in reason and "argument" in reason:
             reason += ". The constructor gets init_args and init_kwargs of launch, or the arguments of RayWorkerBuilder"
     others = f"of the others, {started} had started"
     if waiting:

@@ -16,15 +16,14 @@ from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PortLease, PortUnavailableError, RayVirtualCluster, Slot, lease_ports
-from fairlead_placement.extension import ask_head, group_pairs, head_deadline, run_each
+from fairlead_placement.extension import actor_id_of, ask_head, group_pairs, head_deadline, run_each
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from .._model import GroupState, Member, Place, configure_ask
 from .._observe.board import ANSWER_S, Publication, actor_name
-from .._observe.display import Bar
+from .._observe.progress_bar import Bar
 from .._observe.query import look_at_starts
-from .._ray_private import actor_id_of
 from .._remote.process import mark_of
 from .._start.environment import (
     RANK_VARIABLES,
@@ -457,6 +456,7 @@ def wait_started(
     `explain` returns the loss of a worker, if that is what an error means.
     """
     answers: dict[int, dict[str, Any]] = {}
+    began = time.monotonic()  # which fairlead-inspect reads from outside, with `name`
     pending = {member.rank: member for member in members}
     # Each answer comes once, in the order of arrival: the first failure is the cause of others that soon follow. A
     # `ray.wait` would be given all pending references again for each answer.
@@ -464,7 +464,7 @@ def wait_started(
     for rank, ref in zip(pending, started, strict=True):
         ref.future().add_done_callback(lambda answer, rank=rank: arrived.put((rank, answer)))
     with Bar(f"Starting {name}: process, import, constructor", len(started)) as bar:
-        shown_at = time.monotonic()
+        shown_at = began
         while pending:
             try:
                 rank, answer = arrived.get(timeout=until.left(at_most=SHOWN_EVERY_S))

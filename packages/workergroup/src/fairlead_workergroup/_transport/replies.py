@@ -6,6 +6,7 @@ A reply is an `ObjectRef`, or the generator of them that a method returns which 
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -109,6 +110,16 @@ def error_of(ref: Any, seconds: float = 0.0) -> BaseException | None:
         failure: BaseException = error
         return failure.with_traceback(None)
     return None
+
+
+def ignore(refs: Sequence[ObjectRef[Any]]) -> None:
+    """Keep Ray from logging the errors that the replies of a failed call may still bring as unhandled ones."""
+
+    def hold(ref: ObjectRef[Any], value: Any) -> None:
+        """Keep the reference until the reply has come: Ray logs an error that comes when there is none."""
+
+    for ref in wait(refs)[1]:
+        on_ready(ref, partial(hold, ref))
 
 
 def watch(refs: Sequence[ObjectRef[Any]], wake: Callable[[], object]) -> None:
