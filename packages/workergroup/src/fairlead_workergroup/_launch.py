@@ -106,28 +106,8 @@ def launch(
     # One that is never reserved: it refuses wrong options before Ray is started.
     RayVirtualCluster([sharding.size], accelerators=gpus, cpus_per_worker=cpus_per_worker)
     with contextlib.ExitStack() as made:
-        starts_ray = not ray.is_initialized()
-        if starts_ray:
-            made.callback(ray.shutdown)
-        if ray.is_initialized() or (address or os.environ.get("RAY_ADDRESS") or "local") != "local":
-            init_ray(address=address)
-        else:
-            init_ray(address="local", num_cpus=max(sharding.size * cpus_per_worker, len(os.sched_getaffinity(0))))
-        bundle = {"CPU": float(cpus_per_worker), **gpus}
-        nodes = read_nodes()
-        cluster = RayVirtualCluster(
-            _count_for_each_node(sharding.size, [count_bundles(bundle, node.total) for node in nodes]),
-            name=name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2],
-            accelerators=gpus,
-            cpus_per_worker=cpus_per_worker,
-            reserve_timeout_s=deadline.left() or 0.0,
-        )
-        made.enter_context(_naming_options(sharding.size, cpus_per_worker, gpus_per_worker))
-        _check_room(cluster, bundle, nodes)
-        made.enter_context(cluster)
-        if starts_ray:
-            global _own_ray
-            _own_ray = connection(), {name: amount * sharding.size for name, amount in bundle.items()}
+        name = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
+        cluster = _reserve(made, name, sharding.size, {"CPU": cpus_per_worker, **gpus}, address, deadline)
         group = _LaunchedGroup(
             cluster,
             builder,
@@ -141,6 +121,33 @@ def launch(
         )
         group.made = made.pop_all()
     return group
+
+
+def _reserve(
+    made: contextlib.ExitStack, name: str, workers: int, bundle: dict[str, Any], address: str | None, deadline: Deadline
+) -> RayVirtualCluster:
+    """Reserve a bundle for each worker, on a Ray that is started if there is none; `made` ends what was made."""
+    global _own_ray
+    starts_ray = not ray.is_initialized()
+    if starts_ray:
+        made.callback(ray.shutdown)
+    cpus, gpus = bundle["CPU"], {kind: amount for kind, amount in bundle.items() if kind != "CPU"}
+    if ray.is_initialized() or (address or os.environ.get("RAY_ADDRESS") or "local") != "local":
+        init_ray(address=address)
+    else:
+        init_ray(address="local", num_cpus=max(workers * cpus, len(os.sched_getaffinity(0))))
+    nodes = read_nodes()
+    parts = _count_for_each_node(workers, [count_bundles(bundle, node.total) for node in nodes])
+    reserve_timeout_s = deadline.left() or 0.0
+    cluster = RayVirtualCluster(
+        parts, name=name, accelerators=gpus, cpus_per_worker=cpus, reserve_timeout_s=reserve_timeout_s
+    )
+    made.enter_context(_naming_options(workers, cpus, gpus.get("GPU", 0)))
+    _check_room(cluster, bundle, nodes)
+    made.enter_context(cluster)
+    if starts_ray:
+        _own_ray = connection(), {kind: amount * workers for kind, amount in bundle.items()}
+    return cluster
 
 
 class _LaunchedGroup(RayWorkerGroup):
