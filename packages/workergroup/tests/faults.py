@@ -252,13 +252,13 @@ def act_in_steps(patch: Patch, act: Callable[[str], object]) -> None:
 
     patch.setattr(change._Run, "_end", act_and_end)
     patch.setattr(operations, "_find_lost", act_and_plan)
-    act_before(patch, change, "find_late", partial(act, "quiesce"))
+    act_before(patch, change._Run, "_find_late", partial(act, "quiesce"))
     act_before(patch, change._Run, "deliver", partial(act, "deliver"))
 
 
 def act_before_calls_are_awaited(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run when a change of a group begins to wait for the calls that were made before it."""
-    act_before(patch, change, "find_late", act)
+    act_before(patch, change._Run, "_find_late", act)
 
 
 def act_while_a_change_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:

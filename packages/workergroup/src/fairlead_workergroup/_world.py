@@ -44,13 +44,9 @@ class World:
         except RuntimeError:
             work()
 
-    def wait(
-        self, refs: Sequence[Any], *, num_returns: int, timeout: float | None, fetch_local: bool
-    ) -> tuple[list[Any], list[Any]]:
+    def wait(self, refs: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
         """Call `ray.wait`."""
-        done: tuple[list[Any], list[Any]] = ray.wait(
-            list(refs), num_returns=num_returns, timeout=timeout, fetch_local=fetch_local
-        )
+        done: tuple[list[Any], list[Any]] = ray.wait(list(refs), **options)
         return done
 
 
@@ -70,7 +66,7 @@ class Connection:
         return self._made_on == connection()
 
     def check(self) -> None:
-        """Refuse to continue without it."""
+        """Raise if it is not."""
         if not self.is_open:
             raise WorkerGroupError(f"{self._group!r}: the Ray it was made on has been shut down; make a new group")
 

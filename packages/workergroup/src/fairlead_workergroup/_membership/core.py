@@ -88,11 +88,8 @@ class Core:
         state = f"{size} worker{'s' * (size != 1)}" if self.handles else "shut down"
         return f"RayWorkerGroup({self.name_prefix!r}, {dict(self.now.sharding.shape)}, {state})"
 
-    # The members.
-
     @property
-    def world_size(self) -> int:
-        """The number of members, for the picture of the cluster."""
+    def world_size(self) -> int:  # for the picture of the cluster
         return len(self.now.members)
 
     @property

@@ -25,7 +25,7 @@ class Plan:
     replaced: tuple[int, ...] = ()  # ranks whose old process ends before the constructor of the new one runs
     moved: tuple[int, ...] = ()  # the replaced ranks that start in other slots
     slots: Sequence[Slot] | None = None  # of ranks that the group has not had; None for free ones of the cluster
-    counted: frozenset[int] = frozenset()  # the ranks for which this counts as a restart
+    counts: bool = False  # whether it counts as a restart of the ranks that it starts again
     quiet: tuple[int, ...] = ()  # living ranks whose calls have to end first
     closes: bool = False  # whether calls wait from the beginning, and not only while the epoch begins
     follows: bool = False  # whether every survivor has to take part: then a late one breaks the group
@@ -100,7 +100,7 @@ def resize(axis: str, size: int, slots: Sequence[Slot] | None) -> Operation:
             sharding,
             new=(*stay, *range(len(members), sharding.size)),
             slots=slots,
-            counted=frozenset(stay),
+            counts=bool(stay),
             quiet=tuple(rank for rank in members[: sharding.size] if rank not in lost),
             follows=True,
             resize=Resize(now.group_epoch + 1, axis, before, size),
@@ -117,13 +117,7 @@ def _plan_restart(now: GroupState, lost: Mapping[int, WorkerFailure], core: Core
     if reason := CLUSTER_GONE if is_gone else policy.explain_limit(now, lost):
         raise WorkerFailureError(tuple(lost.values()), reason)
     ranks = everybody if policy.restarts_all else tuple(lost)
-    return Plan(
-        now.sharding,
-        replaced=ranks,
-        counted=frozenset(ranks),
-        closes=True,
-        follows=now.is_broken,
-    )
+    return Plan(now.sharding, replaced=ranks, counts=True, closes=True, follows=now.is_broken)
 
 
 def _find_lost(now: GroupState, core: Core, until: Deadline) -> dict[int, WorkerFailure]:

@@ -182,8 +182,7 @@ class Provisioner(Described):
                 members.append(dataclasses.replace(before.members[place.rank], place=place))
             elif place.rank < len(before.members):
                 old = before.members[place.rank]
-                counts = old.restarts + (place.rank in plan.counted)
-                members.append(self._next_member(place, old.incarnation + 1, counts))
+                members.append(self._next_member(place, old.incarnation + 1, old.restarts + plan.counts))
             else:
                 gone = before.departed.get(place.rank)
                 members.append(self._next_member(place, 0 if gone is None else gone.incarnation + 1, 0))
@@ -239,12 +238,9 @@ class Provisioner(Described):
     def _forget_arguments(self) -> None:
         self._arguments = None
 
-    def layout(self) -> Any:
-        """Return the axes over the ranks as plain data, or a reference to them."""
-        return self._stored.layout_of(self._core.now.sharding)
-
     @property
-    def _stored(self) -> "_StoredArguments":
+    def stored(self) -> "_StoredArguments":
+        """What is stored for all workers."""
         if self._arguments is None:
             raise self._core.ended_error()
         return self._arguments
@@ -276,7 +272,7 @@ class Provisioner(Described):
 
     def _construct(self, staged: Staged, members: Mapping[int, Member], until: Deadline) -> dict[int, Member]:
         """Send the facts and the constructor's arguments to new actors, and wait until they have started."""
-        spec, arguments = self.spec, self._stored
+        spec, arguments = self.spec, self.stored
         configured = Arguments()
         shared = {
             "communication_backend": getattr(spec.cluster, "communication_backend", None),
