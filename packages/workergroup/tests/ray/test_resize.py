@@ -195,24 +195,6 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
         assert [facts[:2] for facts in group.call("facts").result()] == [(2, 1)]
 
 
-def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
-    """A shutdown of another thread in the second phase is reported as that, and not as a broken epoch."""
-    (tmp_path / "gate.hang1").touch()
-    with make(cluster, env_vars={"GATE": str(tmp_path / "gate")}) as group:
-
-        def end():
-            assert eventually(lambda: group.state().group_epoch == 1, 60)
-            assert eventually(lambda: [one.method for one in group.get_worker_status()][1] == "set_up", 60)
-            group.shutdown(force=True)
-
-        other = threading.Thread(target=end)
-        other.start()
-        with pytest.raises(WorkerGroupError, match="it has been shut down") as caught:
-            group.resize(dp=3, timeout=60)
-        other.join(60)
-        assert not isinstance(caught.value, WorkerFailureError)
-
-
 def test_bad_input_is_refused(cluster, monkeypatch, requests):
     """Nothing changes when a resize is refused."""
     with make(cluster, sharding_annotations=NamedSharding([[0], [1]], ["dp", "tp"])) as group:

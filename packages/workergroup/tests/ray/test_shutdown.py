@@ -135,12 +135,6 @@ def test_cleanup_of_each_kind(cluster, tmp_path, method, overlapping):
     assert list_cleaned(tmp_path) == ["0"]
 
 
-def test_no_cleanup_when_forced(group, tmp_path):
-    """`force` ends the workers at once."""
-    assert group.shutdown(cleanup_method="cleanup", force=True) is True
-    assert list_cleaned(tmp_path) == []
-
-
 def test_cleanup_fails(group, tmp_path, caplog):
     """A cleanup that fails on one worker is reported, and the cleanups of the others still run."""
     processes = pids(group)
@@ -198,13 +192,6 @@ def test_call_of_another_thread(group, monkeypatch):
         call = group.call("pid")
     with pytest.raises(WorkerFailureError):
         call.result(timeout=60)
-
-
-def test_context_manager(cluster):
-    """Leaving the block ends the group, also after an exception."""
-    with pytest.raises(KeyError), assert_no_leaks(), RayWorkerGroup(cluster, Cleaner, workers_per_node=1) as group:
-        raise KeyError
-    assert group.workers == []
 
 
 def test_dropped_group(cluster, recwarn):
