@@ -298,7 +298,6 @@ class RestartPolicy:
 
     @property
     def restarts_all(self) -> bool:
-        """Whether all workers are restarted together."""
         return self.scope == "group"
 
     def blocking(self, now: GroupState, called: Collection[int]) -> list[WorkerFailure]:

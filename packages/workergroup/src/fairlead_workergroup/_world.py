@@ -45,7 +45,6 @@ class World:
             work()
 
     def wait(self, refs: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
-        """Call `ray.wait`."""
         done: tuple[list[Any], list[Any]] = ray.wait(list(refs), **options)
         return done
 
@@ -66,7 +65,6 @@ class Connection:
         return self._made_on == connection()
 
     def check(self) -> None:
-        """Raise if it is not."""
         if not self.is_open:
             raise WorkerGroupError(f"{self._group!r}: the Ray it was made on has been shut down; make a new group")
 
@@ -95,11 +93,9 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float | None) -> "Deadline":
-        """Return the deadline that is this many seconds from now."""
         return cls(None if seconds is None else current.now() + seconds, seconds)
 
     def sooner(self, other: "Deadline") -> "Deadline":
-        """Return the earlier of two deadlines."""
         moments = [deadline.at for deadline in (self, other) if deadline.at is not None]
         return Deadline(min(moments, default=None))
 

@@ -32,7 +32,7 @@ from ..exceptions import (
 from .core import BROKEN, Core
 from .losses import find_losses
 from .operations import Operation, Plan, restart_lost
-from .provision import Provisioner, Staged
+from .provision import Provisioner, Staged, store_layout
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,6 @@ class Change:
         return True
 
     def late_error(self, reason: str, late: tuple[LateWorker, ...] = ()) -> ResizeTimeoutError:
-        """Return the error of a change that could not begin in time."""
         return ResizeTimeoutError(self.operation.name, _world.current.now() - self.asked_at, late, reason)
 
 
@@ -159,7 +158,6 @@ class Changes:
         return wait_for_event(idle, deadline)
 
     def _serve(self) -> None:
-        """Run changes as long as there are any; the work of a thread."""
         with self._lock:
             if self._thread is not None:
                 return
@@ -267,7 +265,6 @@ class _Run:
         return self._provisioner.worker_class.concurrent
 
     def switch(self) -> None:
-        """Do the steps until the epoch has begun."""
         plan, core, provisioner = self.plan, self._core, self._provisioner
         if plan.is_first:
             staged = provisioner.prepare(self.before, self.until)
@@ -370,8 +367,7 @@ class _Run:
         plan, now = self.plan, self._core.now
         self._core.check_goes_on()
         alone = plan.follows and self._concurrent
-        is_resized = len(now.members) != len(self.before.members)
-        layout = self._provisioner.stored.layout_of(now.sharding) if is_resized else None
+        layout = store_layout(now.sharding) if len(now.members) != len(self.before.members) else None
         sent = {
             (member.rank, ""): send_function(
                 member, apply_facts, now.facts_since(self.before, member.rank), layout, alone=alone, until=self.until

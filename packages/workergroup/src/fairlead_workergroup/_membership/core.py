@@ -112,7 +112,6 @@ class Core:
         self.connection.check()
 
     def ended_error(self) -> WorkerGroupError:
-        """Return the error for the use of a group that has been shut down."""
         return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
 
     def find(self, actor_id: str) -> Member | None:
@@ -174,7 +173,6 @@ class Core:
             shown["state"] = self.now.state_of(shown["global_rank"])
 
     def end(self) -> None:
-        """Record that the group has no workers any more."""
         with self.turn:
             self.ending = True
             self.handles, self.worker_metadata = [], []
@@ -186,7 +184,6 @@ class Core:
         """Bring the members of another process's group up to date, to an epoch if one is given."""
 
     def check_retries(self, retries: int) -> None:
-        """Refuse retries in a group that does not restart workers."""
         if retries and not self.policy.on_failure:
             raise ValueError(f"retries={retries} needs a group with restart=Restart(on_failure=True)")
 
@@ -341,7 +338,6 @@ class Core:
         return WorkerFailureError(tuple(lost), remedy)
 
     def unsent_error(self, call: PlannedCall) -> CallTimeoutError:
-        """Return the error of a call that could not be sent by its deadline."""
         reason = "Other calls of this process were being sent, or a restart was about to begin. Make the call again."
         if self.changes is not None:
             reason = self.changes.describe_running() or reason

@@ -43,7 +43,6 @@ class Operation:
 
 
 def start() -> Operation:
-    """Return the first start of all workers."""
     return Operation(
         "The start",
         lambda now, core, until: Plan(now.sharding, new=tuple(range(len(now.members))), is_first=True),
@@ -155,7 +154,6 @@ def check_ranks(ranks: object) -> tuple[int, ...]:
 
 
 def check_members(ranks: Sequence[int], now: GroupState) -> None:
-    """Refuse ranks that the group does not have."""
     if wrong := [rank for rank in ranks if not 0 <= rank < len(now.members)]:
         raise IndexError(f"rank {wrong[0]} is out of range: the group has ranks 0 to {len(now.members) - 1}")
 

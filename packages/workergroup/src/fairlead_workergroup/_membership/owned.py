@@ -72,12 +72,10 @@ class Owned:
         raise self._core.ended_error()
 
     def keys(self, kind: str) -> list[Key]:
-        """Return what is held of a kind."""
         with self._lock:
             return [key for key in self._releases if key[0] == kind]
 
     def holds(self, key: Key) -> bool:
-        """Return whether something is held."""
         return key in self._releases
 
     def drop(self, keys: Iterable[Key]) -> None:

@@ -222,7 +222,6 @@ class Slots:
         self._owned.own(("slot", slot.key), claim_slots([slot], self._core.name_prefix, group=self._core).release)
 
     def keep(self, places: Iterable[Place]) -> None:
-        """Return the claims of all slots but those of these places."""
         used = {place.slot.key for place in places}
         self._owned.drop(key for key in self._owned.keys("slot") if key[1] not in used)
 

@@ -102,7 +102,6 @@ class Staged:
     lease: PortLease | None  # of the master port; None until the actors of the first start have been requested
 
     def variables(self) -> tuple[Mapping[str, str], ...]:
-        """Return the environment variables that describe each rank."""
         assert self.lease is not None
         return tuple(
             {
@@ -223,7 +222,6 @@ class Provisioner(Described):
                 self._publication.await_handles(ANSWER_S)
 
     def commit(self, staged: Staged) -> None:
-        """Use what was staged from now on."""
         self._now, self.worker_class = staged, staged.worker_class
 
     def settle(self, until: Deadline) -> None:
@@ -238,15 +236,7 @@ class Provisioner(Described):
     def _forget_arguments(self) -> None:
         self._arguments = None
 
-    @property
-    def stored(self) -> "_StoredArguments":
-        """What is stored for all workers."""
-        if self._arguments is None:
-            raise self._core.ended_error()
-        return self._arguments
-
     def _next_member(self, place: Place, incarnation: int, restarts: int) -> Member:
-        """Return a worker that is about to start."""
         name, mark = actor_name(place, self.spec.token, incarnation), mark_of(self.spec.token, place.rank)
         return Member(place, incarnation, restarts, actor_name=name, mark=mark, node_id=place.slot.node_id)
 
@@ -272,12 +262,14 @@ class Provisioner(Described):
 
     def _construct(self, staged: Staged, members: Mapping[int, Member], until: Deadline) -> dict[int, Member]:
         """Send the facts and the constructor's arguments to new actors, and wait until they have started."""
-        spec, arguments = self.spec, self.stored
+        spec, arguments = self.spec, self._arguments
+        if arguments is None:
+            raise self._core.ended_error()
         configured = Arguments()
         shared = {
             "communication_backend": getattr(spec.cluster, "communication_backend", None),
             "gradient_compression": spec.compression,
-            "layout": arguments.layout_of(staged.state.sharding),
+            "layout": store_layout(staged.state.sharding),
         }
         state = dataclasses.replace(staged.state, variables=staged.variables())
         slots_on = group_pairs((worker.place.slot.node_id, worker.place.slot) for worker in staged.workers)
@@ -313,7 +305,6 @@ class Provisioner(Described):
         return started
 
     def _lease_port(self, slot: Slot, until: Deadline) -> PortLease:
-        """Lease a master port on the node of a slot."""
         ports = self._master_ports or self._ports
         bounds: dict[str, Any] = {} if ports is None else {"low": ports[0], "high": ports[1]}
         try:
@@ -329,24 +320,20 @@ class Provisioner(Described):
         return lease
 
 
+def store_layout(sharding: NamedSharding) -> Any:
+    """Return axes over ranks as plain data; or a reference to them if they grow with the group."""
+    layout = sharding.to_dict()
+    return Arguments().prepare(layout) if "ranks" in layout else layout
+
+
 class _StoredArguments:
-    """The constructor's arguments and the facts about all workers, stored once for as long as the group lives."""
+    """The constructor's arguments, stored once for as long as the group lives."""
 
     def __init__(self, builder: RayWorkerBuilder, described: WorkerClass) -> None:
         self._stored = Arguments()
         self.target = self._stored.prepare(described.target)  # the full name of the class, or its pickled bytes
         self.args = [self._prepare(described, number, value) for number, value in enumerate(builder.args)]
         self.kwargs = {name: self._prepare(described, name, value) for name, value in builder.kwargs.items()}
-        self._layout: tuple[NamedSharding, Any] | None = None
-
-    def layout_of(self, sharding: NamedSharding) -> Any:
-        """Return axes over ranks as plain data, or a reference to them; the latest ones are kept."""
-        if self._layout is None or self._layout[0] is not sharding:
-            layout: Any = sharding.to_dict()
-            if "ranks" in layout:  # it grows with the group, so it is stored and not sent to each worker
-                layout = Arguments().prepare(layout)
-            self._layout = sharding, layout
-        return self._layout[1]
 
     def _prepare(self, described: WorkerClass, name: object, value: Any) -> Any:
         try:
