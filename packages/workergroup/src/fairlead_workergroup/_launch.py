@@ -89,8 +89,9 @@ def launch(
     ...     group.sharding_annotations.shape, group.call("total").result()
     ({'dp': 2, 'tp': 2}, [0, 0, 0, 0])
     """
-    _check_start(init_args, init_kwargs or {}, timeout_s, gpus_per_worker)
-    builder = _make_builder(worker, init_args, init_kwargs or {})
+    init_kwargs = {} if init_kwargs is None else init_kwargs
+    _check_start(init_args, init_kwargs, timeout_s, gpus_per_worker)
+    builder = _make_builder(worker, init_args, init_kwargs)
     sharding = NamedSharding.from_shape(**_check_axes(worker, workers, axes))
     restart = read_option("restart", restart, Restart)
     python = choose_python(python, builder.ray_actor_class_fqn)
