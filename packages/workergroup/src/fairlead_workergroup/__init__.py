@@ -26,8 +26,8 @@ from ._launch import launch
 from ._model import GroupState, Place
 from ._observe.calls import Outcome
 from ._options import Elastic, Restart, Timeouts
-from ._start.builder import RayWorkerBuilder
-from ._start.options import WorkerOptions, recursive_merge_options
+from ._start.environment import WorkerOptions, recursive_merge_options
+from ._start.worker_class import RayWorkerBuilder
 from ._status import StuckWorker, WorkerStatus, WorkerUsage
 from ._transport.arguments import PerWorker, Shard
 from ._transport.wait import ResultStream
