@@ -98,13 +98,14 @@ class TestWaiting:
         assert [ran[-2:] for ran in group.call("what_ran").result()] == [["of the loop", "of the thread"]] * 8
 
     def test_a_timeout_consumes_nothing(self, group, gate):
-        """After a timeout the same call can be asked again and returns its result."""
-        call = group.call("wait_for", gate, tag="t")
-        with pytest.raises(CallTimeoutError):
-            call.result(timeout=0.2)
+        """After a timeout the call can be asked again; a timeout of the wait holds in place of that of the call."""
+        call = group.call("wait_for", gate, tag="t", timeout=0.2)
+        for timeout in (None, 0.0):
+            with pytest.raises(CallTimeoutError):
+                call.result(timeout)
         assert not call.done()
         gate.touch()
-        assert call.result() == ["t"] * 8
+        assert call.result(timeout=60) == ["t"] * 8
         assert call.done()
 
     @pytest.mark.smoke

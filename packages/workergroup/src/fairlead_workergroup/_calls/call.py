@@ -94,8 +94,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         """Wait for all called workers and fetch the results, and nothing else.
 
         Args:
-            timeout: the seconds to wait for the workers from now; None to wait until the deadline of the call, if it
-                has one. After a timeout you can ask again.
+            timeout: the seconds to wait for the workers from now, in place of the call's own timeout; None to wait
+                until the deadline of the call, if it has one. After a timeout you can ask again.
 
         Returns:
             A list of results, by rank or row-major over the collected axes; with `collect=()` the one result; with
@@ -313,9 +313,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         return sending is not None and sending.done() and (sending.cancelled() or sending.exception() is not None)
 
     def _until(self, timeout: float | None) -> Deadline:
-        """Return the deadline of a wait: that of the call, or `timeout` seconds from now if that is sooner."""
-        deadline = self._planned.deadline
-        return deadline if timeout is None else deadline.sooner(Deadline.after(check_timeout("timeout", timeout)))
+        """Return the deadline of a wait: `timeout` seconds from now, or without a timeout that of the call."""
+        return self._planned.deadline if timeout is None else Deadline.after(check_timeout("timeout", timeout))
 
     def _check_open(self) -> None:
         """Refuse to wait for a call that was cancelled, or whose Ray has ended."""
