@@ -27,13 +27,13 @@ from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_placement.extension import run_on_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
+from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import CallOptions, Mesh, _piece_index, make_columns, make_plan, make_requests
 from fairlead_workergroup._observe import query
 from fairlead_workergroup._observe.query import ask_nodes
 from fairlead_workergroup._remote import progress as _records
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._start.worker_class import Method
-from fairlead_workergroup._transport.arguments import Arguments
 
 WORKERS = 8
 

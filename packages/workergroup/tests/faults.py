@@ -21,6 +21,7 @@ from ray.experimental.locations import get_local_object_locations
 from fairlead_placement import PlacementError, PlacementTimeoutError, extension
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import _observer, _world
+from fairlead_workergroup import _replies as replies
 from fairlead_workergroup._calls import handle
 from fairlead_workergroup._membership import (
     change,
@@ -38,7 +39,6 @@ from fairlead_workergroup._observe import (
 )
 from fairlead_workergroup._remote import process, progress
 from fairlead_workergroup._start import builder, launch
-from fairlead_workergroup._transport import replies
 
 Patch = pytest.MonkeyPatch
 

@@ -21,7 +21,6 @@ from ._calls.classic import ClassicCalls
 from ._calls.handle import GroupHandle, GroupIdentity
 from ._calls.map import MapOptions, Strategy
 from ._calls.plan import Mesh
-from ._calls.results import ClassicFutures
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
 from ._membership import operations
@@ -174,7 +173,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         core.changes = self._changes
         self._shutdown = Shutdown(core, self._changes, self._provisioner)
         self._observer = Observer(core)
-        self._classic_futures = ClassicFutures(core)
 
     def _start(self) -> None:
         """Start all workers, or end everything."""

@@ -156,8 +156,8 @@ class TestCalls:
         """A small function travels with the call; a large one is stored once, however many workers run it."""
         table = np.zeros(100_000)
         small, large = (lambda worker: 1), (lambda worker: len(table))
-        assert "0 value(s) stored" in group.at().explain(small).summary
-        assert "1 value(s) stored" in group.at().explain(large).summary
+        assert "0 value(s) stored" in group.at().explain(small)
+        assert "1 value(s) stored" in group.at().explain(large)
         group.call(small)
         assert puts == []
         assert group.call(large).result() == [100_000] * 8

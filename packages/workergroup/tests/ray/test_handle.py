@@ -173,7 +173,7 @@ def test_checks(group, gate, wait_until_running):
         handle.call("add", 1, 2, 3)
     with pytest.raises(ValueError, match="process that made the group"):
         handle.call("add", 1, retries=1)
-    assert handle.at().explain("add", 1).summary.startswith("add: 4 of 4 workers called")
+    assert handle.at().explain("add", 1).startswith("add: 4 of 4 workers called")
     call = handle.call("wait_for", gate, timeout=0.2)
     wait_until_running(group, "wait_for", 0, 1, 2, 3)
     with pytest.raises(CallTimeoutError, match="in 'wait_for' for"):

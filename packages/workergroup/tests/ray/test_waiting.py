@@ -239,12 +239,12 @@ class TestWaiting:
                 second.touch()
 
     def check_classic_methods(self, group, gate):
-        """The deadline of refs counts from their call; of refs that the group did not make, from the wait."""
+        """Refs have the group's timeout from the wait on, whoever has made them."""
         refs = group.run_all_workers_single_data("wait_for", gate, ranks=[1], tag=4)
         assert ray.wait(refs, timeout=60)[0] == refs[:1]
-        with pytest.raises(CallTimeoutError, match="1 of 2 workers have not finished 'wait_for'") as caught:
+        with pytest.raises(CallTimeoutError, match="1 of 2 workers have not finished 'a method'") as caught:
             group.get_all_worker_results(refs)
-        assert [late.rank for late in caught.value.late] == [1]
+        assert [(late.rank, late.method) for late in caught.value.late] == [(1, "wait_for")]
         for future in (MultiWorkerFuture(refs), group.run_all_workers_single_data("items", 2)):
             with pytest.raises(CallTimeoutError):
                 group.get_all_worker_results(future)

@@ -98,7 +98,7 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._membership.provision.wait_started": placement.wait_started,
         # The class of the user is described once for all runs.
         f"{ours}._membership.provision.describe_class": describe_model,
-        f"{ours}._transport.arguments.ObjectRef": SimRef,
+        f"{ours}._arguments.ObjectRef": SimRef,
         # Variables of the driver.
         f"{ours}._start.launch.forwarded_variables": lambda driver: {},
         # The table of environments in the pyproject.toml, which would be read for each group.

@@ -9,8 +9,8 @@ import pytest
 
 from fairlead_workergroup._calls import map as item_map
 from fairlead_workergroup._calls.map import ItemMap, MapOptions
+from fairlead_workergroup._replies import ResultStream
 from fairlead_workergroup._start.worker_class import Method
-from fairlead_workergroup._transport.wait import ResultStream
 
 
 class Sent:
@@ -24,17 +24,18 @@ def test_a_task_that_is_cancelled_while_an_item_waits_to_be_sent(monkeypatch):
     """The item, which another thread sends when a change of the group ends, is cancelled too (seam: the sending)."""
     waits, goes_on, cancelled = threading.Event(), threading.Event(), []
 
-    def send_call(core, owner, call, *, blocks):
+    def send(call):
         waits.set()
         assert goes_on.wait(60)
-        return Sent(call, cancelled)
+        return call
 
     monkeypatch.setattr(item_map, "prepare_call", lambda core, method, recipients, args, kwargs, options: args[0])
-    monkeypatch.setattr(item_map, "send_call", send_call)
+    monkeypatch.setattr(item_map, "Call", lambda core, owner, call, sent: Sent(sent, cancelled))
     worker_class = SimpleNamespace(method=lambda name: Method(name, "plain", None))
     core = SimpleNamespace(
         described=SimpleNamespace(worker_class=worker_class),
         check_retries=lambda retries: None,
+        send=send,
         call_timeout_s=None,
         connected=True,
     )

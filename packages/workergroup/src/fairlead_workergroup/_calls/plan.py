@@ -13,16 +13,16 @@ from ray import ObjectRef
 from fairlead_sharding import NamedSharding
 
 from .. import _world
+from .._arguments import Arguments, Gathered, NotPicklableError, PassedOn, PerWorker, Shard, is_inlined
 from .._membership.core import Core
-from .._model import Resize
-from .._observe.display import shorten_rows
+from .._replies import Request
 from .._start.worker_class import Method
-from .._transport.arguments import Arguments, Gathered, NotPicklableError, PassedOn, PerWorker, Shard, is_inlined
-from .._transport.replies import Request
 from .._world import NEVER, Deadline, check_timeout
 from ..exceptions import StaleGroupError
 
 Axes = str | Iterable[str] | None
+# The workers that an explanation shows.
+MOST_ROWS = 40
 
 
 def as_axes(axes: Axes) -> tuple[str, ...]:
@@ -94,49 +94,6 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The workers that one `at` selects."""
-
-    coords: Mapping[str, int | slice]  # counted from the first one, by axis
-    largest: Mapping[str, int]  # the largest coordinate along each axis that the group has to have
-
-    def apply(self, mesh: Mesh, resizes: Sequence[Resize]) -> Mesh:
-        """Return the mesh of the selected workers; raise `StaleGroupError` if the group lacks one of them now."""
-        for axis, largest in self.largest.items():
-            size = mesh.sharding.get_axis_size(axis)
-            if largest >= size:
-                shrinks = [one for one in resizes if one.axis == axis and one.after < one.before]
-                # The coordinate of a view of a view counts from the first one of that view.
-                went = [one for one in shrinks if one.after <= largest < one.before] or shrinks
-                raise StaleGroupError(
-                    f"This view needs {axis}={largest}, which the group does not have any more: it was resized "
-                    f"{went[-1]}. The view works again when the group has grown.",
-                    went[-1].epoch,
-                )
-        return mesh.at(dict(self.coords))
-
-
-def select(mesh: Mesh, coords: Mapping[str, int | slice]) -> Selection:
-    """Return the selection of valid coordinates, without those that are counted from the end.
-
-    >>> select(Mesh(NamedSharding.from_shape(dp=4)), {"dp": slice(-3, None)})
-    Selection(coords={'dp': slice(1, None, 1)}, largest={'dp': 1})
-    """
-    fixed: dict[str, int | slice] = {}
-    largest: dict[str, int] = {}
-    for axis, value in coords.items():
-        size = mesh.sharding.get_axis_size(axis)
-        if not isinstance(value, slice):
-            fixed[axis] = largest[axis] = value % size
-            continue
-        start, stop, step = value.indices(size)
-        is_open = value.stop is None if step > 0 else stop < 0
-        fixed[axis] = slice(start, None if is_open else stop, step)
-        largest[axis] = start if is_open else max(range(start, stop, step))
-    return Selection(fixed, largest)
-
-
-@dataclass(frozen=True)
 class Column:
     """The values of one argument for all called workers."""
 
@@ -151,7 +108,7 @@ class Column:
         """Return the values of `count` called workers in order."""
         if self.index is None:
             return [self.values[0]] * count
-        return [None if at < 0 else self.values[at] for at in self.index]
+        return [None if index < 0 else self.values[index] for index in self.index]
 
 
 @dataclass(frozen=True)
@@ -167,32 +124,9 @@ class Recipients:
         """The positions of the workers that return a result, in the order of the results, and those of the others."""
         if self.returned == self.called:
             return list(range(len(self.called))), []
-        index = {rank: at for at, rank in enumerate(self.called)}
+        index = {rank: position for position, rank in enumerate(self.called)}
         wanted = [index[rank] for rank in self.returned if rank in index]
         return wanted, sorted(set(index.values()).difference(wanted))
-
-
-@dataclass(frozen=True, repr=False)
-class CallExplanation:
-    """The workers, pieces and results of a call that has not been made; its text is a table.
-
-    Attributes:
-        summary: a sentence with the numbers of called workers, stored values and results.
-        header: the names of the columns.
-        rows: one row for each worker that would be called, by ascending rank.
-    """
-
-    summary: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def __str__(self) -> str:
-        lines = [self.header, *shorten_rows(self.rows, len(self.header))]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
-        shown = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
-        return "\n".join([self.summary, *shown])
-
-    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -227,30 +161,34 @@ class CallPlan(Recipients):
                 raise type(error)(f"{error} {_explain_shard(self.mesh, shard)}") from None
         return Column(pieces, _piece_index(self.mesh, shard.axes, self.coordinate_0))
 
-    def explain(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallExplanation:
-        """Return what a call with this plan would do. Nothing is stored or called."""
-        columns = make_columns(method, args, kwargs, self.column)
-        names = [f"argument {at}" for at in range(len(args))] + list(kwargs)
-        arguments = list(zip([*args, *kwargs.values()], columns, strict=True))
-        order = {rank: str(at) for at, rank in enumerate(self.returned)}
-        coords = self.mesh.coords
-        rows = []
-        for at, rank in enumerate(self.called):
-            gets = [_describe(value, column, at) for value, column in arguments]
-            place = (str(coords[rank][name]) for name in self.mesh.names)
-            rows.append((str(rank), *place, *gets, order.get(rank, "no")))
-        values = [method.function, *(value for _, column in arguments for value in column.values)]
-        stored = {id(value) for value in values if not (_is_reference(value) or is_inlined(value))}
-        summary = (
-            f"{method.name}: {len(self.called)} of {len(coords)} workers called, {len(stored)} value(s) stored, "
-            f"{len(self.returned)} result(s)"
-        )
-        return CallExplanation(summary, ("rank", *self.mesh.names, *names, "result"), tuple(rows))
+
+def explain_plan(plan: CallPlan, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return what a call with a plan would do, as a table. Nothing is stored or called."""
+    columns = make_columns(method, args, kwargs, plan.column)
+    arguments = list(zip([*args, *kwargs.values()], columns, strict=True))
+    places = {rank: str(place) for place, rank in enumerate(plan.returned)}
+    coords = plan.mesh.coords
+    values = [method.function, *(value for column in columns for value in column.values)]
+    stored = {id(value) for value in values if not (_is_reference(value) or is_inlined(value))}
+    names = [f"argument {index}" for index in range(len(args))] + list(kwargs)
+    lines = [["rank", *plan.mesh.names, *names, "result"]]
+    for index, rank in enumerate(plan.called[:MOST_ROWS]):
+        pieces = [_describe(value, column, index) for value, column in arguments]
+        lines.append([str(rank), *map(str, coords[rank].values()), *pieces, places.get(rank, "no")])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
+    if len(plan.called) > MOST_ROWS:
+        shown.append(f"and {len(plan.called) - MOST_ROWS} other workers")
+    summary = (
+        f"{method.name}: {len(plan.called)} of {len(coords)} workers called, {len(stored)} value(s) stored, "
+        f"{len(plan.returned)} result(s)"
+    )
+    return "\n".join([summary, *shown])
 
 
-def _describe(value: Any, column: Column, at: int) -> str:
+def _describe(value: Any, column: Column, index: int) -> str:
     if isinstance(value, Shard):
-        return f"piece {0 if column.index is None else column.index[at]}"
+        return f"piece {0 if column.index is None else column.index[index]}"
     if isinstance(value, PerWorker):
         return "its own"
     if _is_reference(value):
@@ -283,7 +221,7 @@ def column_per_worker(values: Any, count: int) -> Column:
         raise TypeError(f"it must be a list with a value per worker called, got {type(values).__name__}")
     if len(values) != count:
         raise ValueError(f"it has {len(values)} values, but {count} workers are called: give one for each, by rank")
-    return Column([values[at] for at in range(count)], range(count))
+    return Column([values[index] for index in range(count)], range(count))
 
 
 def replicate(value: Any) -> Column:
@@ -301,14 +239,14 @@ def make_columns(
     """Return the arguments of a call as columns, those by name last; errors name the argument and the method."""
     method.check(len(args), tuple(kwargs))
     columns = []
-    for at, value in enumerate((*args, *kwargs.values())):
+    for index, value in enumerate((*args, *kwargs.values())):
         try:
             column = value if isinstance(value, Column) else make(value)
             columns.append(column if prepare is None else column.map(prepare))
         except (TypeError, ValueError) as error:
             if type(error) not in (TypeError, ValueError, NotPicklableError):  # raised by a class of the user
                 raise
-            name = list(kwargs)[at - len(args)] if at >= len(args) else method.parameter(at)
+            name = list(kwargs)[index - len(args)] if index >= len(args) else method.parameter(index)
             kind = ValueError if type(error) is ValueError else TypeError
             raise kind(f"argument {name!r} of {method.name!r}: {error}") from None
     return columns

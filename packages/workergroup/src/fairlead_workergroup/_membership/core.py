@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Protocol
 
 from fairlead_sharding import NamedSharding
 
+from .. import _replies as replies
 from .. import _world
 from .._model import GroupState, Member, Place, RestartPolicy, describe_place
+from .._replies import Request
 from .._start.worker_class import Described, Method
-from .._transport import replies
-from .._transport.replies import Request
 from .._world import Deadline, Event, wait_for_event
 from ..exceptions import CallTimeoutError, StaleGroupError, WorkerFailure, WorkerFailureError, WorkerGroupError
 

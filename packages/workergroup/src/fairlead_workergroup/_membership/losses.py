@@ -15,6 +15,7 @@ from ray.exceptions import RayTaskError
 
 from fairlead_placement.extension import choose_alive, collect, head_deadline
 
+from .. import _replies as replies
 from .. import _world
 from .._model import Member
 from .._observe.head import dead_actors
@@ -23,7 +24,6 @@ from .._observe.query import ask_nodes
 from .._observe.remote_errors import explain_errors
 from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
-from .._transport import replies
 from .._world import NEVER, Deadline
 from ..exceptions import FailureKind, StaleGroupError, WorkerFailure
 from .core import Core
@@ -147,7 +147,7 @@ def look_at_head(members: Collection[Member]) -> Losses:
     return killed | {member: member.failure("node-lost", NODE_LOST) for member in lost}
 
 
-def note_known_dead(core: Core, ranks: Iterable[int], is_used: Any) -> None:
+def note_known_dead(core: Core, ranks: Iterable[int]) -> None:
     """Record deaths that a user's `ray.get` of futures has met, so that the next call raises them.
 
     A restart that is under way ends workers itself.
@@ -160,7 +160,6 @@ def note_known_dead(core: Core, ranks: Iterable[int], is_used: Any) -> None:
         and member.lost is None
         and member.rank not in now.restarting
         and is_known_dead(member.handle)
-        and is_used(member.actor_id)
     }
     if dead:
         core.note(explain(core, dead, LOOK_S).items())

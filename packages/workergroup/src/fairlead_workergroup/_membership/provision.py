@@ -17,6 +17,7 @@ from fairlead_placement.extension import group_pairs, head_deadline
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
+from .._arguments import Arguments, NotPicklableError
 from .._model import GroupState, Member, Place, configure_ask
 from .._observe.board import ANSWER_S, Publication, actor_name
 from .._observe.query import look_at_starts
@@ -28,7 +29,6 @@ from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_starte
 from .._start.layout import resize_places
 from .._start.options import WorkerOptions, device_facts, read_master_ports, recursive_merge_options
 from .._start.worker_class import Described, WorkerClass, describe_class
-from .._transport.arguments import Arguments, NotPicklableError
 from .._world import Deadline
 from .core import Core
 from .losses import find_losses

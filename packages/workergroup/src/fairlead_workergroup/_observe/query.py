@@ -13,7 +13,7 @@ from fairlead_placement.extension import choose_alive, group_pairs, run_on_nodes
 from .._model import Member
 from .._remote.outside import look_from_outside
 from .._remote.progress import cancel_tasks, read_records
-from .._transport.replies import task_of
+from .._replies import task_of
 from ..exceptions import LateWorker
 from .stuck import find_innermost
 

@@ -11,8 +11,8 @@ from ray.actor import ActorClass
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from .._arguments import Arguments
 from .._observe.head import read_placement_group
-from .._transport.arguments import Arguments
 from ..exceptions import WorkerStartError
 from .environment import worker_environment
 from .options import check_concurrency, recursive_merge_options

@@ -14,10 +14,10 @@ import ray
 from ray.actor import ActorClass
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from .._arguments import find_unpicklable
 from .._observe.remote_errors import remote_traceback
 from .._remote.describe import describe, kind_of, undecorate
 from .._remote.host import host_class
-from .._transport.arguments import find_unpicklable
 from ..exceptions import WorkerStartError
 
 
