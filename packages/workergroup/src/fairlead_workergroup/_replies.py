@@ -29,6 +29,8 @@ CheckLate = Callable[[Deadline], Deadline]
 REPORT_EVERY_S = 60.0
 # A generator that always has an item must not keep the others waiting.
 MOST_IN_A_TURN = 100
+# The threads of an event loop are few, so a wait holds one for this long at a time; one that is given up ends by then.
+TURN_S = 0.2
 # Packages whose frames say nothing about the user's error.
 INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_placement", "fairlead_workergroup", "ray"})
 
@@ -256,21 +258,10 @@ class Waiter:
                 return news
 
 
-class OnLoop(Waiter):
-    """Leaves the event loop to others. `async with` cancels the tasks at the end; the calls of workers continue."""
+class LoopWaiter(Waiter):
+    """Waits on threads, and leaves the event loop to others."""
 
     blocks = False
-
-    def __init__(self) -> None:
-        self._tasks: dict[Any, asyncio.Task[bool]] = {}  # by the reply that each waits for
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def apart(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.to_thread(work, *args)
@@ -278,27 +269,14 @@ class OnLoop(Waiter):
     async def news(
         self, replies: Sequence[Any], seconds: float | None, *, here: bool = False, most: int = MOST_IN_A_TURN
     ) -> dict[Any, bool]:
-        for reply in replies:
-            if reply not in self._tasks:
-                self._tasks[reply] = asyncio.ensure_future(_take_on_loop(reply, most))
-        waiting = {self._tasks[reply]: reply for reply in replies}
-        done, _ = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        return {waiting[task]: self._tasks.pop(waiting[task]).result() for task in done}
+        end = Deadline.after(seconds)
+        while True:
+            wait = super().news(replies, end.left(at_most=TURN_S), here=here, most=most)
+            if (news := await asyncio.to_thread(block, wait)) or end.passed:
+                return news
 
 
-async def _take_on_loop(reply: Any, most: int) -> bool:
-    """Do what `take` does, without blocking the event loop."""
-    if not is_stream(reply):
-        with contextlib.suppress(RayError):  # the value or the error is asked for next
-            await reply
-        return True
-    if (item := await anext(reply, None)) is None:
-        return True
-    taken(reply).append(item)
-    return most > 1 and reply.next_ready() and take(reply, most - 1)
-
-
-ON_THREAD = Waiter()
+ON_THREAD, ON_LOOP = Waiter(), LoopWaiter()
 
 
 def block(work: Coroutine[Any, Any, T]) -> T:
@@ -327,7 +305,7 @@ def iterate(results: Callable[[Waiter], AsyncGenerator[T]]) -> Generator[T]:
 async def iterate_on_loop(results: Callable[[Waiter], AsyncGenerator[T]]) -> AsyncGenerator[T]:
     """Yield the results of an asynchronous generator that does not block the event loop."""
     with short_traceback():
-        async with OnLoop() as loop, contextlib.aclosing(results(loop)) as results_there:
+        async with contextlib.aclosing(results(ON_LOOP)) as results_there:
             async for result in results_there:
                 yield result
                 del result

@@ -473,10 +473,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
 async def _fetch(on: Waiter, arrivals: Arrivals, ref: Any, deadline: Deadline) -> Any:
     """Return the value of a reference that is here or will be soon, or raise the failure of the call."""
-    if not on.blocks:
-        await on.some([ref], deadline, arrivals.check_late, here=True)
     try:
-        (value,) = values([ref], deadline, arrivals.check_late)
+        (value,) = await on.apart(values, [ref], deadline, arrivals.check_late)
     except RayError as error:
         raise (await on.apart(arrivals.failure, error, deadline))  # noqa: B904  chained there
     return value

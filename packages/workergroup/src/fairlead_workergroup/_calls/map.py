@@ -205,7 +205,7 @@ class ItemMap:
             return
         for call in sorted((calls[reply] for reply in news), key=lambda call: self._sent[call].position):
             try:
-                result = call.result() if on.blocks else await call
+                result = await on.apart(call.result)
             except Exception as error:  # noqa: BLE001  any exception of the worker
                 self._fail(self._release(call), error)
             else:
