@@ -298,13 +298,6 @@ def _read_member(row: Mapping[str, Any]) -> Member:
     return Member(place, **{name: row[name] for name in _ON_THE_WIRE})
 
 
-# A call that reads what earlier calls have left in a worker may fail or be wrong after the restart.
-_REPEAT = (
-    "Restarted workers have only the state that `__init__` and `Restart(method=...)` give them. If that is enough, "
-    "repeat this call."
-)
-
-
 @dataclass(frozen=True)
 class RestartPolicy:
     """When workers are restarted."""
@@ -344,8 +337,8 @@ class RestartPolicy:
         if not self.on_failure:
             return ""
         if self.restarts_all:
-            return f"The next call restarts the whole group first, whichever ranks it calls. {_REPEAT}"
+            return "The next call restarts the whole group first, whichever ranks it calls. Repeat this call."
         return (
-            "The next call that reaches these ranks starts them again, and `restart_failed_workers()` does so at once. "
-            + _REPEAT
+            "The next call that reaches these ranks starts them again. Repeat this call. `restart_failed_workers()` "
+            "starts them at once."
         )
