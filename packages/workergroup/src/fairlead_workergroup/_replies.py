@@ -2,14 +2,14 @@
 """The requests of calls to Ray, the replies that come back, and the waits for them, on threads and on event loops.
 
 A reply is an `ObjectRef`, or the generator of them that a method returns which yields. Only this module sends calls and
-waits for them. The wait for news is written once, as a coroutine that waits by the methods of a `Waiter`. Those of a
-plain one block and never suspend it, so that a thread can run it to its end.
+waits for them. The wait for news is written once, for threads: an event loop runs it in short turns on a thread.
 """
 
 import asyncio
 import contextlib
+import inspect
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -128,9 +128,19 @@ def drain(replies: Iterable[Any], deadline: Deadline, check_late: CheckLate) -> 
     """Wait until all replies have ended, and take the items of generators as they arrive; raise the first error."""
     waiting = list(dict.fromkeys(replies))
     while waiting:
-        news = block(ON_THREAD.some(waiting, deadline, check_late))
+        news = run(wait_for_news(waiting, deadline, check_late))
         waiting = [reply for reply in waiting if not news.get(reply)]
         values(ends_of(reply for reply, has_ended in news.items() if has_ended))
+
+
+def run(steps: Generator[Any, None, T]) -> T:
+    """Return what a generator returns, on this thread."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def wait(refs: Sequence[Any], seconds: float | None = 0.0, *, first: bool = False) -> tuple[list[Any], list[Any]]:
@@ -216,99 +226,40 @@ async def until(
                 await asyncio.to_thread(check_late, deadline)
 
 
-class Waiter:
-    """Waits by blocking the thread."""
+def find_news(
+    replies: Sequence[Any], seconds: float | None, *, here: bool = False, most: int = MOST_IN_A_TURN
+) -> dict[Any, bool]:
+    """Wait for news of some replies for some seconds; return which have news, and whether each has ended.
 
-    blocks: bool = True  # whether it blocks the thread
-
-    async def apart(self, work: Callable[..., T], *args: Any) -> T:
-        """Run a function that may block."""
-        return work(*args)
-
-    async def news(
-        self, replies: Sequence[Any], seconds: float | None, *, here: bool = False, most: int = MOST_IN_A_TURN
-    ) -> dict[Any, bool]:
-        """Wait for news of some replies for some seconds; return which have news, and whether each has ended.
-
-        With `here`, a value counts once it is on this node. At most `most` items of a generator are taken in one turn.
-        """
-        ready, _ = _world.current.wait(replies, num_returns=1, timeout=seconds, fetch_local=here)
-        if ready and len(replies) > 1:
-            ready += _world.current.wait(replies, num_returns=len(replies), timeout=0, fetch_local=here)[0]
-        return {reply: take(reply, most) for reply in dict.fromkeys(ready)}
-
-    async def some(
-        self,
-        replies: Sequence[Any],
-        deadline: Deadline,
-        check_late: CheckLate,
-        *,
-        here: bool = False,
-        most: int = MOST_IN_A_TURN,
-    ) -> dict[Any, bool]:
-        """Return what `news` does, once there is news.
-
-        `check_late` is called with the deadline when it has passed, and every `REPORT_EVERY_S` seconds without news.
-        """
-        while True:
-            news = await self.news(replies, deadline.left(at_most=REPORT_EVERY_S), here=here, most=most)
-            if not news or deadline.passed:
-                deadline = await self.apart(check_late, deadline)
-            if news:
-                return news
+    With `here`, a value counts once it is on this node. At most `most` items of a generator are taken.
+    """
+    ready, _ = _world.current.wait(replies, num_returns=1, timeout=seconds, fetch_local=here)
+    if ready and len(replies) > 1:
+        ready += _world.current.wait(replies, num_returns=len(replies), timeout=0, fetch_local=here)[0]
+    return {reply: take(reply, most) for reply in dict.fromkeys(ready)}
 
 
-class LoopWaiter(Waiter):
-    """Waits on threads, and leaves the event loop to others."""
+def wait_for_news(
+    replies: Sequence[Any],
+    deadline: Deadline,
+    check_late: CheckLate,
+    turn_s: float | None = None,
+    *,
+    here: bool = False,
+    most: int = MOST_IN_A_TURN,
+) -> Generator[list[Any], None, dict[Any, bool]]:
+    """Return what `find_news` does, once there is news; yield an empty list after each turn without news.
 
-    blocks = False
-
-    async def apart(self, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.to_thread(work, *args)
-
-    async def news(
-        self, replies: Sequence[Any], seconds: float | None, *, here: bool = False, most: int = MOST_IN_A_TURN
-    ) -> dict[Any, bool]:
-        end = Deadline.after(seconds)
-        while True:
-            wait = super().news(replies, end.left(at_most=TURN_S), here=here, most=most)
-            if (news := await asyncio.to_thread(block, wait)) or end.passed:
-                return news
-
-
-ON_THREAD, ON_LOOP = Waiter(), LoopWaiter()
-
-
-def block(work: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine returns that waits on this thread."""
-    try:
-        work.send(None)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    raise AssertionError("a wait on a thread was suspended")
-
-
-def iterate(results: Callable[[Waiter], AsyncGenerator[T]]) -> Generator[T]:
-    """Yield the results of an asynchronous generator that waits on this thread."""
-    results_here = results(ON_THREAD)
-    try:
-        with short_traceback():
-            while True:
-                yield block(results_here.__anext__())
-    except StopAsyncIteration:
-        return
-    finally:
-        block(results_here.aclose())
-
-
-async def iterate_on_loop(results: Callable[[Waiter], AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Yield the results of an asynchronous generator that does not block the event loop."""
-    with short_traceback():
-        async with contextlib.aclosing(results(ON_LOOP)) as results_there:
-            async for result in results_there:
-                yield result
-                del result
+    `check_late` is called with the deadline when it has passed, and every `REPORT_EVERY_S` seconds without news.
+    """
+    report = Deadline.after(REPORT_EVERY_S)
+    while True:
+        news = find_news(replies, deadline.sooner(report).left(at_most=turn_s), here=here, most=most)
+        if deadline.passed or (report.passed and not news):
+            deadline, report = check_late(deadline), Deadline.after(REPORT_EVERY_S)
+        if news:
+            return news
+        yield []
 
 
 class ResultStream(Generic[T]):
@@ -317,44 +268,78 @@ class ResultStream(Generic[T]):
     It can be iterated once, in one of the two ways; the other one raises RuntimeError.
     """
 
-    def __init__(self, results: Callable[[Waiter], AsyncGenerator[T]]) -> None:
-        self._results = results
-        self._mode = ""
-        self._iterator: Any = None
+    # Yields a list for each result, and empty ones while there is none: on an event loop, each step runs on a thread.
+    _steps: Generator[list[T]]
 
-    def _start(self, mode: str) -> Any:
+    def __init__(self, steps: Callable[[float | None], Generator[list[T]]]) -> None:
+        self._make_steps = steps  # given the longest time that a step waits
+        self._mode = ""
+        self._is_given_up = False
+
+    def _start(self, mode: str) -> Generator[list[T]]:
         if not self._mode:
             self._mode = mode
-            self._iterator = (iterate if mode == "for" else iterate_on_loop)(self._results)
+            self._steps = self._make_steps(None if mode == "for" else TURN_S)
         if self._mode != mode:
             raise RuntimeError(f"these results are being iterated with `{self._mode}`; continue with that")
-        return self._iterator
+        return self._steps
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T:
         """Wait for the next result and return it."""
-        item: T = next(self._start("for"))
-        return item
+        steps = self._start("for")
+        with short_traceback():
+            for results in steps:
+                if results:
+                    return results[0]
+        raise StopIteration
 
     def close(self) -> None:
         """Give up the rest."""
         if self._mode == "for":
-            self._iterator.close()
+            self._steps.close()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> T:
         """Wait for the next result without blocking the event loop, and return it."""
-        item: T = await anext(self._start("async for"))
-        return item
+        steps = self._start("async for")
+        with short_traceback():
+            while (results := await self._step(steps)) is not None:
+                if results:
+                    return results[0]
+        raise StopAsyncIteration
+
+    async def _step(self, steps: Generator[list[T]]) -> list[T] | None:
+        """Take a step on a thread, which closes the steps if the wait is cancelled meanwhile; None at the end."""
+
+        def take_step() -> list[T] | None:
+            try:
+                return next(steps, None)
+            finally:
+                if self._is_given_up:
+                    steps.close()
+
+        step = asyncio.ensure_future(asyncio.to_thread(take_step))
+        try:
+            return await asyncio.shield(step)
+        except asyncio.CancelledError:
+            self._is_given_up = True
+            step.add_done_callback(lambda step: step.cancelled() or step.exception())
+            raise
 
     async def aclose(self) -> None:
         """Give up the rest."""
         if self._mode == "async for":
-            await self._iterator.aclose()
+            await asyncio.to_thread(self._steps.close)
+
+    def __del__(self) -> None:
+        # A thread closes what is left, so that an event loop does not wait for it.
+        if self._mode == "async for" and inspect.getgeneratorstate(self._steps) != inspect.GEN_CLOSED:
+            _world.current.spawn("fairlead-close", self._steps.close)
 
 
 class short_traceback(contextlib.AbstractContextManager[None]):

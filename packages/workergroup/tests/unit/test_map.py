@@ -14,10 +14,14 @@ from fairlead_workergroup._start.worker_class import Method
 
 
 class Sent:
-    """A call that has been sent, which notes that it was cancelled."""
+    """A call that has been sent, and never ends."""
 
-    def __init__(self, item, cancelled):
-        self.cancel = lambda: cancelled.append(item)
+    def __init__(self, core, owner, call, sent):
+        self.futures = [sent]
+
+
+def wait_for_news(futures, deadline, check_late, turn_s):
+    yield []
 
 
 def test_a_task_that_is_cancelled_while_an_item_waits_to_be_sent(monkeypatch):
@@ -30,7 +34,9 @@ def test_a_task_that_is_cancelled_while_an_item_waits_to_be_sent(monkeypatch):
         return call
 
     monkeypatch.setattr(item_map, "prepare_call", lambda core, method, recipients, args, kwargs, options: args[0])
-    monkeypatch.setattr(item_map, "Call", lambda core, owner, call, sent: Sent(sent, cancelled))
+    monkeypatch.setattr(item_map, "Call", Sent)
+    monkeypatch.setattr(item_map, "wait_for_news", wait_for_news)
+    monkeypatch.setattr(item_map, "cancel", lambda core, sent, method, *, force: cancelled.extend(sent.values()))
     worker_class = SimpleNamespace(method=lambda name: Method(name, "plain", None))
     core = SimpleNamespace(
         described=SimpleNamespace(worker_class=worker_class),
@@ -38,6 +44,7 @@ def test_a_task_that_is_cancelled_while_an_item_waits_to_be_sent(monkeypatch):
         send=send,
         call_timeout_s=None,
         connected=True,
+        connection=SimpleNamespace(check=lambda: None),
     )
     options = MapOptions("round_robin", move_items=False)
     results = ResultStream(ItemMap(core, None, [0], "work", ["an item"], options).results)

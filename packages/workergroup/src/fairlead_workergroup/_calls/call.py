@@ -4,8 +4,8 @@
 import asyncio
 import contextlib
 from asyncio import _get_running_loop
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
@@ -21,14 +21,12 @@ from .._replies import (
     CheckLate,
     NotYet,
     ResultStream,
-    Waiter,
     collect,
-    iterate,
-    iterate_on_loop,
     short_traceback,
     taken,
     until,
     values,
+    wait_for_news,
     watch,
 )
 from .._world import Deadline, Event, check_timeout, wait_for_event
@@ -146,13 +144,13 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         Raises:
             CallTimeoutError: the deadline of the call has passed.
         """
-        return iterate(self._iterate)
+        return ResultStream(self._iterate)
 
     def __await__(self) -> Generator[Any, None, Result]:
         return self._wait_on_loop().__await__()
 
     def __aiter__(self) -> AsyncIterator[Outcome]:
-        return iterate_on_loop(self._iterate)
+        return ResultStream(self._iterate)
 
     def __hash__(self) -> int:
         return object.__hash__(self)
@@ -343,10 +341,12 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
                 raise error.with_traceback(None)
         return arrivals
 
-    async def _until_sent(self, deadline: Deadline, *, blocks: bool) -> Arrivals:
-        """Wait until the call has been sent, on a thread or an event loop."""
-        if self._poll() is None and self.sending is not None and not blocks:
-            await until(self.sending.add_done_callback, deadline)
+    def _wait_in_turns(self, deadline: Deadline, turn_s: float | None) -> Generator[list[Any], None, Arrivals]:
+        """Do what `_wait_until_sent` does, and yield an empty list after each turn."""
+        sending = self.sending
+        while turn_s is not None and sending is not None and not sending.done() and not deadline.passed:
+            wait([sending], turn_s)
+            yield []
         return self._wait_until_sent(deadline)
 
     def _result(self, deadline: Deadline) -> Any:
@@ -375,7 +375,9 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     async def _result_on_loop(self, deadline: Deadline) -> Any:
         """Wait for the last reply on the event loop. Whatever is not a plain success is settled by `_result`."""
         self._check_open()
-        arrivals = await self._until_sent(deadline, blocks=False)
+        if self._poll() is None and self.sending is not None:
+            await until(self.sending.add_done_callback, deadline)
+        arrivals = self._wait_until_sent(deadline)
         if self._planned.method.backpressure is None:  # otherwise the generators end only when their items are taken
             ends = list(map(end_of, arrivals.sent.replies))
             await until(partial(watch, ends), deadline, arrivals.check_late)
@@ -392,44 +394,44 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             return None
         return results[0] if self._is_single else results
 
-    async def _stream(self, timeout: float | None, on: Waiter) -> AsyncGenerator[Outcome]:
+    def _stream(self, timeout: float | None, turn_s: float | None) -> Generator[list[Outcome]]:
         """Yield the items of generators as they arrive; see `stream`."""
         self._check_open()
         deadline = self._until(timeout)
-        arrivals = await self._until_sent(deadline, blocks=on.blocks)
+        arrivals = yield from self._wait_in_turns(deadline, turn_s)
         streams = {arrivals.sent.replies[position]: position for position in self._positions}
         while streams:
             # One item of each worker that has one, then the next round: Ray prefers some workers to others.
             if not any(map(taken, streams)):
-                news = await on.some(list(streams), deadline, arrivals.check_late, here=True, most=1)
+                news = yield from wait_for_news(list(streams), deadline, arrivals.check_late, turn_s, here=True, most=1)
                 streams = {stream: position for stream, position in streams.items() if not news.get(stream)}
             for stream, position in list(streams.items()):
                 if not (items := taken(stream)):
                     continue
                 # An item that cannot be fetched is kept: an error is raised again, and a timeout loses nothing.
-                value = await _fetch(on, arrivals, items[0], deadline)
+                value = _fetch(arrivals, items[0], deadline)
                 del items[0]
                 items.handed_out += 1
-                yield arrivals.make_outcome(position, value)
+                yield [arrivals.make_outcome(position, value)]
                 del value
                 deadline = self._until(timeout)  # of the next item
         # A stream whose worker has died just stops; the completion has the error.
         for end in map(end_of, arrivals.sent.replies):
-            await _fetch(on, arrivals, end, self._until(timeout))
+            _fetch(arrivals, end, self._until(timeout))
 
-    async def _iterate(self, on: Waiter) -> AsyncGenerator[Outcome]:
+    def _iterate(self, turn_s: float | None) -> Generator[list[Outcome]]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
         deadline = self._planned.deadline
         self._core.connection.check()
-        arrivals = await self._until_sent(deadline, blocks=on.blocks)
+        arrivals = yield from self._wait_in_turns(deadline, turn_s)
         waiting = {reply: position for position, reply in enumerate(arrivals.sent.replies)}
         answering = frozenset(self._positions)
         while waiting:
-            news = await on.some(list(waiting), deadline, arrivals.check_late)
+            news = yield from wait_for_news(list(waiting), deadline, arrivals.check_late, turn_s)
             for position in [waiting.pop(reply) for reply, has_ended in news.items() if has_ended]:
-                outcome = await on.apart(arrivals.outcome, position)
+                outcome = arrivals.outcome(position)
                 if position in answering or outcome.error is not None:
-                    yield outcome
+                    yield [outcome]
 
     def _repeat(self, arrivals: Arrivals, deadline: Deadline) -> bool:
         """Repeat an attempt if retries are left; return whether there is another one. One thread repeats it."""
@@ -471,10 +473,10 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         return True
 
 
-async def _fetch(on: Waiter, arrivals: Arrivals, ref: Any, deadline: Deadline) -> Any:
+def _fetch(arrivals: Arrivals, ref: Any, deadline: Deadline) -> Any:
     """Return the value of a reference that is here or will be soon, or raise the failure of the call."""
     try:
-        (value,) = await on.apart(values, [ref], deadline, arrivals.check_late)
+        (value,) = values([ref], deadline, arrivals.check_late)
     except RayError as error:
-        raise (await on.apart(arrivals.failure, error, deadline))  # noqa: B904  chained there
+        raise arrivals.failure(error, deadline)  # noqa: B904  chained there
     return value

@@ -3,7 +3,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -12,7 +12,7 @@ from .. import _world
 from .._arguments import Arguments
 from .._membership.core import Core
 from .._observe.display import Bar
-from .._replies import Waiter
+from .._replies import wait_for_news
 from .._world import Deadline
 from ..exceptions import CallTimeoutError, StaleGroupError, WorkerFailureError
 from .call import Call
@@ -103,24 +103,23 @@ class ItemMap:
         self._failed = False
         self._again: deque[tuple[int, Any]] = deque()
         self._losses: Counter[int] = Counter()
-        self._is_closed = False
 
-    async def results(self, on: Waiter) -> AsyncGenerator[Any]:
+    def results(self, turn_s: float | None) -> Generator[list[Any]]:
         """Yield results; raise the error of an item in its turn."""
         done = 0
         try:
             with Bar(f"Mapping {self._method.name}", self._total) as bar:
-                while await self._fill(on):
+                while self._fill():
                     if not self._news:
-                        await self._wait_for_news(on)
+                        yield from self._wait_for_news(turn_s)
                     done += len(self._news)
                     bar.show(done)
                     for value in self._take_ready():
                         if isinstance(value, _Failure):
                             raise value.error
-                        yield value
+                        yield [value]
         finally:
-            await on.apart(self._close)
+            self._close()
 
     def _take_ready(self) -> list[Any]:
         """Return the results and failures whose turn has come."""
@@ -134,7 +133,7 @@ class ItemMap:
             self._next += 1
         return ready
 
-    async def _fill(self, on: Waiter) -> bool:
+    def _fill(self) -> bool:
         """Send items while a worker has room; return whether an item is unfinished."""
         while self._again or (self._taken < self._next + self._window and not self._failed):
             if (rank := self._choose()) is None:
@@ -147,7 +146,7 @@ class ItemMap:
                 except StopIteration:
                     break
                 position, self._taken = self._taken, self._taken + 1
-            await self._send(position, value, rank, on)
+            self._send(position, value, rank)
         return bool(self._sent or self._news)
 
     def _choose(self) -> int | None:
@@ -167,20 +166,13 @@ class ItemMap:
             rank = ranks[index]
         return rank if self._loads[rank] < self._options.max_in_flight else None
 
-    async def _send(self, position: int, value: Any, rank: int, on: Waiter) -> None:
+    def _send(self, position: int, value: Any, rank: int) -> None:
         each = self._options.each
         timeout_s = self._core.call_timeout_s if each.timeout is None else each.timeout
         item = _Item(position, value, rank, _world.current.now(), Deadline.after(timeout_s))
-
-        def send() -> None:
-            planned = prepare_call(self._core, self._method, Recipients([rank], [rank], None), [value], {}, each)
-            call = Call(self._core, self._owner, planned, self._core.send(planned))
-            self._sent[call] = item
-            if self._is_closed:  # the task was cancelled meanwhile, and this thread was not
-                call.cancel()
-
         try:
-            await on.apart(send)
+            call = prepare_call(self._core, self._method, Recipients([rank], [rank], None), [value], {}, each)
+            self._sent[Call(self._core, self._owner, call, self._core.send(call))] = item
         except StaleGroupError:  # a resize has removed the rank; the items that it has are finished there
             del self._loads[rank]
             if not self._loads:
@@ -192,20 +184,20 @@ class ItemMap:
             self._turn += 1
             self._loads[rank] += 1
 
-    async def _wait_for_news(self, on: Waiter) -> None:
+    def _wait_for_news(self, turn_s: float | None) -> Generator[list[Any]]:
         """Wait until an item has finished, and note all that have finished by then."""
         self._core.connection.check()  # a wait would start another Ray
         calls, oldest = {call.futures[0]: call for call in self._sent}, next(iter(self._sent))
         item = self._sent[oldest]
         check = partial(check_late, self._core, self._method.name, item.began, oldest.futures)
         try:
-            news = await on.some(list(calls), item.deadline, check)
+            news = yield from wait_for_news(list(calls), item.deadline, check, turn_s)
         except CallTimeoutError as error:
             self._fail(self._release(oldest), error)
             return
         for call in sorted((calls[reply] for reply in news), key=lambda call: self._sent[call].position):
             try:
-                result = await on.apart(call.result)
+                result = call.result()
             except Exception as error:  # noqa: BLE001  any exception of the worker
                 self._fail(self._release(call), error)
             else:
@@ -236,7 +228,6 @@ class ItemMap:
 
     def _close(self) -> None:
         """Cancel the unfinished items."""
-        self._is_closed = True  # first: an item that another thread is sending is cancelled here or there
         sent, self._sent = self._sent, {}
         if not self._core.connected:
             return

@@ -20,7 +20,7 @@ from .._membership.core import Core, Sent
 from .._membership.losses import diagnose
 from .._observe.query import cancel_calls, late_workers
 from .._ray_private import end_of, is_stream
-from .._replies import ON_THREAD, block, collect, ends_of, short_traceback, take, taken
+from .._replies import collect, ends_of, find_news, short_traceback, take, taken
 from .._world import NEVER, Deadline
 from ..exceptions import (
     CallCancelledError,
@@ -206,7 +206,7 @@ class Arrivals:
             waiting = list(map(end_of, waiting))
         while waiting:
             self._core.connection.check()
-            news = block(ON_THREAD.news(waiting, deadline.left(at_most=replies.REPORT_EVERY_S)))
+            news = find_news(waiting, deadline.left(at_most=replies.REPORT_EVERY_S))
             waiting = [reply for reply in waiting if not news.get(reply)]
             if deadline.passed:
                 return not self.pending()
