@@ -4,7 +4,6 @@
 import threading
 
 import pytest
-import ray
 
 from fairlead_workergroup import PerWorker, Shard
 
@@ -91,11 +90,3 @@ def test_a_nested_mark_is_refused(group, mark, nest, path):
         group.call("hold", nest(mark))
     assert path in str(caught.value)
     assert f"make the whole argument the {type(mark).__name__}" in str(caught.value)
-
-
-@pytest.mark.parametrize("mark", [Shard([1, 2], "dp", "tp"), PerWorker([1, 2])])
-def test_marks_can_be_pickled(group, mark):
-    """A program may send a mark to the process that makes the call."""
-    with pytest.raises(TypeError, match="is not split"):
-        group.call("hold", [mark])
-    assert ray.cloudpickle.loads(ray.cloudpickle.dumps(mark)) == mark

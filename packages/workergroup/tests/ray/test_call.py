@@ -149,8 +149,8 @@ class TestExplain:
         lines = plan.splitlines()
         assert lines[0] == "echo: 8 of 8 workers called, 3 value(s) stored, 2 result(s)"
         assert lines[1].split() == ["rank", "dp", "tp", "argument", "0", "argument", "1", "x", "result"]
-        assert lines[2].split() == ["0", "1", "0", "piece", "1", "with", "the", "call", "the", "same", "1"]
+        assert lines[2].split() == ["0", "1", "0", "piece", "1", "the", "same", "the", "same", "1"]
         assert lines[7].split()[:4] == ["5", "0", "0", "piece"]
         assert lines[7].split()[-1] == "0"
-        assert "its own" in group.at().explain("echo", PerWorker([1] * 8))
-        assert "by reference" in group.at().explain("echo", ray.put(1))
+        assert "piece 7" in group.at().explain("echo", PerWorker([1] * 8))
+        assert "0 value(s) stored" in group.at().explain("echo", ray.put(1))

@@ -165,15 +165,14 @@ class CallPlan(Recipients):
 def explain_plan(plan: CallPlan, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return what a call with a plan would do, as a table. Nothing is stored or called."""
     columns = make_columns(method, args, kwargs, plan.column)
-    arguments = list(zip([*args, *kwargs.values()], columns, strict=True))
     places = {rank: str(place) for place, rank in enumerate(plan.returned)}
     coords = plan.mesh.coords
     values = [method.function, *(value for column in columns for value in column.values)]
-    stored = {id(value) for value in values if not (_is_reference(value) or is_inlined(value))}
+    stored = {id(value) for value in values if not (isinstance(value, (ObjectRef, PassedOn)) or is_inlined(value))}
     names = [f"argument {index}" for index in range(len(args))] + list(kwargs)
     lines = [["rank", *plan.mesh.names, *names, "result"]]
     for index, rank in enumerate(plan.called[:MOST_ROWS]):
-        pieces = [_describe(value, column, index) for value, column in arguments]
+        pieces = ["the same" if column.index is None else f"piece {column.index[index]}" for column in columns]
         lines.append([str(rank), *map(str, coords[rank].values()), *pieces, places.get(rank, "no")])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
@@ -184,20 +183,6 @@ def explain_plan(plan: CallPlan, method: Method, args: Sequence[Any], kwargs: Ma
         f"{len(plan.returned)} result(s)"
     )
     return "\n".join([summary, *shown])
-
-
-def _describe(value: Any, column: Column, index: int) -> str:
-    if isinstance(value, Shard):
-        return f"piece {0 if column.index is None else column.index[index]}"
-    if isinstance(value, PerWorker):
-        return "its own"
-    if _is_reference(value):
-        return "by reference"
-    return "with the call" if is_inlined(value) else "the same"
-
-
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, (ObjectRef, PassedOn))
 
 
 def _explain_shard(mesh: Mesh, shard: Shard) -> str:
