@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from .. import _world
 from .._arguments import Gathered, PassedOn
-from .._membership.core import Core, Sent
+from .._membership.core import Core, PlannedCall, Sent
 from .._ray_private import end_of
 from .._replies import (
     CheckLate,
@@ -31,7 +31,7 @@ from .._replies import (
 )
 from .._world import Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, WorkerFailureError
-from .plan import CallOptions, PlannedCall, Recipients, prepare_call
+from .plan import CallOptions, Recipients, prepare_call
 from .results import Arrivals, MultiWorkerFuture, Outcome
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
     def _wait_until_sent(self, deadline: Deadline) -> Arrivals:
         """Wait until the call has been sent, and return what has come back."""
-        while (arrivals := self._poll()) is None:
+        while (arrivals := self._latest or self._poll()) is None:
             assert self.sending is not None
             try:
                 error = self.sending.exception(deadline.left())
@@ -389,7 +389,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     def _fetch_result(self, arrivals: Arrivals, deadline: Deadline, check_late: CheckLate | None = None) -> Any:
         wanted, others = arrivals.sent.call.recipients.positions
         in_order = list(map(arrivals.sent.replies.__getitem__, [*wanted, *others]))
-        results = collect(in_order, deadline, check_late)[: len(wanted)]
+        fetch = collect if self._yields_items else values
+        results = fetch(in_order, deadline, check_late)[: len(wanted)]
         if self._planned.options.discard:
             return None
         return results[0] if self._is_single else results

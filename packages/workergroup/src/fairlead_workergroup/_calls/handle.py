@@ -156,7 +156,7 @@ class GroupHandle(TypedCalls):
         """
         core = self._connect()
         with head_deadline(HEAD_S):
-            core.read_again()
+            core.renew()
             return Observer(core).read_status(stuck_after_s)
 
     def _connect(self) -> "_ClientCore":
@@ -217,11 +217,8 @@ class _ClientCore(Core):
         with contextlib.suppress(WorkerGroupError, PlacementError):
             self.renew()
         now = self.now
-        replaced = [
-            one.rank
-            for one in lost
-            if not now.has([one.rank]) or one.rank in now.restarting or now.members[one.rank].lost is None
-        ]
+        still_lost = {member.rank for member in now.members if member.lost is not None} - set(now.restarting)
+        replaced = [failure.rank for failure in lost if failure.rank not in still_lost]
         if not replaced:
             return super().failure_error(lost)
         return StaleGroupError(
@@ -250,16 +247,11 @@ class _ClientCore(Core):
             elif answer[1] is not None:
                 self._adopt(read_groups([(board, answer[1])])[0])
 
-    def read_again(self) -> None:
-        """Read the group as it is published now."""
-        with self._reading:
-            self._adopt(self._identity.read())
-
     def _adopt(self, group: PublishedGroup) -> None:
         """Take over the members of a group as they are published."""
         now, state = self.now, group.state
-        handles = {one.actor_id: one.handle for one in now.members if one.handle is not None}
-        new = [one for one in state.members if one.pid and one.actor_id not in handles]
+        handles = {member.actor_id: member.handle for member in now.members if member.handle is not None}
+        new = [member for member in state.members if member.pid and member.actor_id not in handles]
         handles |= _find_actors(new, group.namespace)
         members = []
         for fresh in state.members:
@@ -278,17 +270,17 @@ class _ClientCore(Core):
         ]
         departed = dict(now.departed) | {member.rank: member for member in now.members}
         with self.turn:
-            self._by_actor.update((one.actor_id, one) for one in members)
+            self._by_actor.update((member.actor_id, member) for member in members)
             self.advance(
                 group_epoch=state.group_epoch,
                 sharding=state.sharding if resized else now.sharding,
                 members=tuple(members),
                 phase=state.phase,
                 restarting=state.restarting,
-                departed={rank: one for rank, one in departed.items() if rank >= len(members)},
+                departed={rank: member for rank, member in departed.items() if rank >= len(members)},
                 resizes=(*now.resizes, *resized),
             )
-            self.handles[:] = [one.handle for one in members]
+            self.handles[:] = [member.handle for member in members]
         self._group = group
 
 

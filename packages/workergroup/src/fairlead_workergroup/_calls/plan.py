@@ -14,7 +14,7 @@ from fairlead_sharding import NamedSharding
 
 from .. import _world
 from .._arguments import Arguments, Gathered, NotPicklableError, PassedOn, PerWorker, Shard, is_inlined
-from .._membership.core import Core
+from .._membership.core import Core, PlannedCall
 from .._replies import Request
 from .._start.worker_class import Method
 from .._world import NEVER, Deadline, check_timeout
@@ -238,27 +238,30 @@ def make_columns(
 
 
 def make_requests(
-    method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str]
+    method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str], epoch: int | None = None
 ) -> Sequence[Request]:
-    """Return the request to each recipient in order; the last columns are the keyword arguments of these names."""
+    """Return the request to each recipient in order; the last columns are the keyword arguments of these names.
+
+    A worker in another epoch than the given one refuses the request.
+    """
     gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
     is_same = recipients.answers is None and not gathers and all(column.index is None for column in columns)
     count, positional = 1 if is_same else len(recipients.called), len(columns) - len(names)
     rows = zip(*(column.expand(count) for column in columns), strict=True) if columns else [()] * count
     requests = []
     for row, answers in zip(rows, recipients.answers or [True] * count, strict=True):
-        how: dict[str, Any] = {}
+        how: dict[str, Any] = {} if epoch is None else {"epoch": epoch}
         args, kwargs = list(row[:positional]), dict(zip(names, row[positional:], strict=True))
         if gathers:
             how["plan"], *args = _flatten(args, kwargs)
             kwargs = {}
         if not answers:
             how["silent"] = True
-        requests.append(make_request(method, how, args, kwargs))
+        requests.append(_make_request(method, how, args, kwargs))
     return requests * len(recipients.called) if is_same else requests
 
 
-def make_request(method: Method, how: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Request:
+def _make_request(method: Method, how: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Request:
     """Return the request that runs a method, or the function in its place, as `how` says; see `_fairlead_begin`."""
     if method.function is not None:
         how = {"function": True, **how}
@@ -268,38 +271,6 @@ def make_request(method: Method, how: dict[str, Any], args: Sequence[Any], kwarg
     if method.result == "items" and "silent" not in how:  # Ray streams only from generator methods
         return Request("_fairlead_iterate", [how, *args], kwargs, method.backpressure)
     return Request("_fairlead_call", [how, *args], kwargs)
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedCall:
-    """A call that is ready to be sent, now or later."""
-
-    method: Method  # or the function in its place
-    recipients: Recipients
-    requests: Sequence[Request]  # to each recipient
-    began: float  # when its caller made it
-    deadline: Deadline  # of its results
-    options: CallOptions = field(default_factory=CallOptions)
-    sharding: NamedSharding | None = None  # the axes that it was planned on; None if its ranks were given by number
-    is_hook: bool = False  # whether it belongs to the change that is under way, and does not wait for it
-    # Plans the same call on the present axes; None if its values fit one size of the group only.
-    replan: "Callable[[], PlannedCall] | None" = None
-
-    @property
-    def called(self) -> Sequence[int]:
-        """The ranks that it reaches."""
-        return self.recipients.called
-
-    def requests_with(self, conditions: dict[str, Any]) -> Sequence[Request]:
-        """Return the request to each of the ranks, with more conditions of how it is run."""
-        method, requests = self.method, []
-        for request in self.requests if conditions else ():
-            if request.method.startswith("_fairlead_"):
-                how, *args = request.args
-                requests.append(request._replace(args=[{**how, **conditions}, *args]))
-            else:
-                requests.append(make_request(method, conditions, request.args, request.kwargs))
-        return requests or self.requests
 
 
 def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -348,13 +319,16 @@ def prepare_call(
     columns = make_columns(method, args, kwargs, column, prepare)
     if method.function is not None:
         columns = [Column([prepare(method.function)]), *columns]
-    call = replace(call, requests=make_requests(method, recipients, columns, names))
+    epoch = None if core.is_owner else core.now.group_epoch
+    call = replace(call, requests=make_requests(method, recipients, columns, names, epoch))
     if replan is None:
         return call
 
     def plan_again() -> PlannedCall:
         now, sharding = replan()
-        return replace(call, recipients=now, requests=make_requests(method, now, columns, names), sharding=sharding)
+        epoch = None if core.is_owner else core.now.group_epoch
+        requests = make_requests(method, now, columns, names, epoch)
+        return replace(call, recipients=now, requests=requests, sharding=sharding)
 
     return replace(call, replan=plan_again)
 

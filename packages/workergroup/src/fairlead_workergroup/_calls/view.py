@@ -10,7 +10,7 @@ from fairlead_sharding import NamedSharding
 from .._arguments import PerWorker, Shard
 from .._membership.core import Core
 from .._replies import ResultStream
-from ..exceptions import StaleGroupError
+from ..exceptions import StaleGroupError, format_ranks
 from .call import Call, send_call
 from .map import ItemMap, MapOptions, Strategy
 from .plan import Axes, CallOptions, CallPlan, Mesh, explain_plan, make_plan, prepare_call
@@ -247,15 +247,10 @@ class GroupView(AddressedWorkers):
         return self._group
 
     def __repr__(self) -> str:
-        try:
-            target = self._target
-        except StaleGroupError as error:
-            return f"GroupView({self._own_target.core.name_prefix!r}, {error})"
-        ranks = target.mesh.ranks
-        options = "" if target.options is None else f", {target.options}"
+        target = self._own_target
         shape = {} if target.mesh.single else target.mesh.sharding.shape
-        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        return f"GroupView({target.core.name_prefix!r}, {shape}, ranks [{shown}]{options})"
+        options = "" if target.options is None else f", {target.options}"
+        return f"GroupView({target.core.name_prefix!r}, {shape}, ranks [{format_ranks(target.mesh.ranks)}]{options})"
 
     @property
     def ranks(self) -> list[int]:

@@ -28,24 +28,26 @@ BROKEN = (
 )
 
 
-class PlannedCall(Protocol):
-    """A call that is ready to be sent, now or later; `_calls.plan` says what each of these is."""
+@dataclass(frozen=True, eq=False)
+class PlannedCall:
+    """A call that is ready to be sent, now or later; `_calls.plan` makes it."""
+
+    method: Method  # or the function in its place
+    recipients: Any  # its `Recipients`
+    requests: Sequence[Request]  # to each recipient
+    began: float  # when its caller made it
+    deadline: Deadline  # of its results
+    options: Any  # its `CallOptions`
+    sharding: NamedSharding | None = None  # the axes that it was planned on; None if its ranks were given by number
+    is_hook: bool = False  # whether it belongs to the change that is under way, and does not wait for it
+    # Plans the same call on the present axes; None if its values fit one size of the group only.
+    replan: "Callable[[], PlannedCall] | None" = None
 
     @property
-    def method(self) -> Method: ...
-    @property
-    def called(self) -> Sequence[int]: ...
-    @property
-    def began(self) -> float: ...
-    @property
-    def deadline(self) -> Deadline: ...
-    @property
-    def sharding(self) -> NamedSharding | None: ...
-    @property
-    def is_hook(self) -> bool: ...
-    @property
-    def replan(self) -> "Callable[[], PlannedCall] | None": ...
-    def requests_with(self, conditions: dict[str, Any]) -> Sequence[Request]: ...
+    def called(self) -> Sequence[int]:
+        """The ranks that it reaches."""
+        ranks: Sequence[int] = self.recipients.called
+        return ranks
 
 
 class Change(Protocol):
@@ -66,7 +68,7 @@ class Changing(Protocol):
 class Sent:
     """A call that has been sent, with a reply from each of its ranks."""
 
-    call: Any  # a `PlannedCall`
+    call: PlannedCall
     replies: list[Any]
     epoch: int
 
@@ -357,9 +359,8 @@ class Core:
             now = self.admit(call)
         if isinstance(now, list):
             return now
-        conditions: dict[str, Any] = {} if self.is_owner else {"epoch": now.group_epoch}
         handles = [now.members[rank].handle for rank in call.called]
-        return Sent(call, replies.submit(handles, call.requests_with(conditions)), now.group_epoch)
+        return Sent(call, replies.submit(handles, call.requests), now.group_epoch)
 
     # Errors.
 
