@@ -309,11 +309,6 @@ def find_running(pids: Iterable[int]) -> list[int]:
 # The state of a group.
 
 
-def runs_overlapping_methods(group: Any) -> bool:
-    """Return whether the async methods of the workers of a group overlap."""
-    return bool(group._provisioner.worker_class.concurrent)
-
-
 @contextlib.contextmanager
 def restarting(group: Any, rank: int) -> Iterator[None]:
     """Let a group record that a rank is being restarted."""
@@ -329,14 +324,3 @@ def publish_next_epoch(group: Any) -> None:
     now = group._core.now
     group._core.commit(replace(now, group_epoch=now.group_epoch + 1))
     group._provisioner.publish()
-
-
-def send_alone(worker: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Send a function to a worker that it runs when no method runs, as a change of the group does."""
-    how = {"method": function.__name__, "function": True, "alone": 60.0}
-    return worker._fairlead_call.remote(how, ray.cloudpickle.dumps(function), *args)
-
-
-def waits_for_methods(worker: Any) -> Any:
-    """Return a reference to whether a worker lets no method begin, because a function is to run alone."""
-    return worker.__ray_call__.remote(lambda host: host._fairlead_gate is not None)

@@ -74,16 +74,6 @@ class TestRefused:
                 group.call(function)
         assert requests == []
 
-    def test_defaults_in_signatures(self, group):
-        """The signature in an error shows that a parameter has a default, and not its value."""
-        with pytest.raises(TypeError, match=r"^sleep\(seconds, ranks=\.\.\., tag=\.\.\.\): missing"):
-            group.call("sleep")
-
-
-def remember(worker, value):
-    worker.ran = [value]
-    return type(worker).__name__
-
 
 class TestCalls:
     """Tests of functions that are called as methods are."""
@@ -112,12 +102,6 @@ class TestCalls:
         assert group.call(functools.partial(scaled, plus=1), 0, collect=()).result() == (5, 1)
         assert group.call(lambda worker, ranks: sum(ranks), group.call("rank"), collect=()).result() == 28
         assert group.call(lambda worker, rank: rank, group.call("rank", collect=()), collect=()).result() == 5
-
-    def test_functions_share_the_instance(self, group):
-        """Methods see the state that a function leaves on the instance."""
-        view = group.at(dp=0, tp=0)
-        assert view.call(remember, "here").result() == ["Worker"]
-        assert view.call("what_ran").result() == [["here"]]
 
     def test_async_functions(self, group):
         """An async function runs to its end, and may await the worker's async methods."""

@@ -355,13 +355,6 @@ class TestCancel:
                 waiting.result(timeout=60)
         running.result()
 
-    def test_a_finished_call(self, group):
-        """A finished call has nothing to cancel, and keeps its result."""
-        call = group.call("rank")
-        call.wait(30)
-        assert call.cancel() == []
-        assert call.result() == list(range(8))
-
     def test_with_force(self, doomed, eventually, wait_until_running):
         """The workers that run the method are killed; the group has lost them and reports the reason."""
         call = doomed.call("sleep", 600, ranks=[1], tag=0)
