@@ -14,14 +14,14 @@ from ray.exceptions import RayError
 
 
 class _Mark:
-    """Says which part of an argument each worker gets. Inside an argument it would reach the workers as it is."""
+    """Stands for other values. Inside an argument it would reach the workers as it is."""
 
     def __reduce__(self) -> NoReturn:
         name = type(self).__name__
-        raise TypeError(f"a {name} inside an argument is not split; make the whole argument the {name}")
+        raise TypeError(f"a {name} inside an argument is not replaced; make the whole argument the {name}")
 
 
-class PassedOn:
+class PassedOn(_Mark):
     """The values of workers that go to other workers without passing through the driver, such as a `Call`."""
 
     def as_argument(self) -> Any:
@@ -31,9 +31,6 @@ class PassedOn:
     def as_arguments(self) -> list[ObjectRef[Any]]:
         """Return each value as an argument."""
         raise NotImplementedError
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} inside an argument cannot be passed on; make it an argument itself")
 
 
 @dataclass(frozen=True, init=False)
@@ -107,11 +104,8 @@ def _size(value: Any) -> float:
     return 8 if value is None or isinstance(value, numbers.Number) else math.inf
 
 
-@dataclass(frozen=True)
-class Gathered:
+class Gathered(tuple[ObjectRef[Any], ...]):
     """An argument that is a list of objects which do not pass through the driver."""
-
-    refs: tuple[ObjectRef[Any], ...]
 
 
 @dataclass(eq=False)

@@ -267,7 +267,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     def as_argument(self) -> ObjectRef[Any] | Gathered:
         self._check_passable()
         refs = self.refs
-        return refs[0] if self._is_single else Gathered(tuple(refs))
+        return refs[0] if self._is_single else Gathered(refs)
 
     def as_arguments(self) -> list[ObjectRef[Any]]:
         self._check_passable()

@@ -283,8 +283,8 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     flat: list[Any] = []
     for name, value in (*((None, value) for value in args), *kwargs.items()):
         is_list = isinstance(value, Gathered)
-        plan.append((name, len(value.refs) if is_list else None))
-        flat.extend(value.refs if is_list else [value])
+        plan.append((name, len(value) if is_list else None))
+        flat.extend(value if is_list else [value])
     return [plan, *flat]
 
 
