@@ -162,7 +162,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             slots, prefix=self.name_prefix, workers_per_node=workers_per_node, bundle_indices_list=bundle_indices_list
         )
         sharding = check_sharding(given, len(places))
-        return tuple(replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places), sharding
+        return tuple(replace(place, coords=sharding.get_worker_coords(place.rank)) for place in places), sharding
 
     def _assemble(self, spec: GroupSpec, on_restart: str | None, on_resize: str | None) -> None:
         """Make the parts around the core of the group."""

@@ -358,11 +358,11 @@ class short_traceback(contextlib.AbstractContextManager[None]):
             return
         while isinstance(error.__context__, (RayError, NotYet)) and error.__cause__ is None:
             error.__context__ = error.__context__.__context__
-        kept, frame = [traceback], traceback.tb_next
+        shown, frame = [traceback], traceback.tb_next
         while frame is not None:
             if frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in INTERNAL:
-                kept.append(frame)
+                shown.append(frame)
             frame = frame.tb_next
-        for above, below in zip(kept, [*kept[1:], None], strict=True):
+        for above, below in zip(shown, [*shown[1:], None], strict=True):
             above.tb_next = below
-        error.__traceback__ = kept[0]
+        error.__traceback__ = shown[0]

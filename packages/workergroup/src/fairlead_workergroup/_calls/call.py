@@ -178,7 +178,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     @property
     def return_from_workers(self) -> list[int] | None:  # type: ignore[override]
         """The ranks that return a result, in the order of the results."""
-        return [self._ranks[at] for at in self._positions]
+        return [self._ranks[position] for position in self._positions]
 
     @property
     def called_workers(self) -> list[int] | None:  # type: ignore[override]
@@ -198,7 +198,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     def refs(self) -> list[Any]:
         """The ObjectRefs of the results, in the order of `result()`; for a generator method, its generators."""
         futures = self.futures
-        return [futures[at] for at in self._positions]
+        return [futures[position] for position in self._positions]
 
     def done(self) -> bool:
         """Return whether all called workers have finished or failed, or could not be called."""

@@ -7,7 +7,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from ray import ObjectRef
 
 from fairlead_sharding import NamedSharding
@@ -148,18 +147,18 @@ class CallPlan(Recipients):
         self.mesh.check(shard.axes)
         if uncalled := [axis for axis in shard.axes if axis in self.coordinate_0]:
             raise ValueError(f"cannot be split along {uncalled}, of which only coordinate 0 is called")
-        layout = self.mesh.sharding.plan(in_sharded_axes=shard.axes)
-        n_pieces = layout.n_pieces
+        others = [axis for axis in self.mesh.sharding.names if axis not in (*shard.axes, *self.coordinate_0)]
+        layout = self.mesh.sharding.plan(in_sharded_axes=shard.axes, replicate_on_axes=others)
         if isinstance(shard.values, PassedOn):
             pieces = shard.values.as_arguments()
-            if len(pieces) != n_pieces:
-                raise ValueError(f"{len(pieces)} results, but {n_pieces} pieces along {list(shard.axes)}")
+            if len(pieces) != layout.n_pieces:
+                raise ValueError(f"{len(pieces)} results, but {layout.n_pieces} pieces along {list(shard.axes)}")
         else:
             try:
                 pieces = layout.pieces(shard.values)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{error} {_explain_shard(self.mesh, shard)}") from None
-        return Column(pieces, _piece_index(self.mesh, shard.axes, self.coordinate_0))
+        return Column(pieces, layout.piece.tolist())
 
 
 def explain_plan(plan: CallPlan, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -346,31 +345,16 @@ def make_plan(mesh: Mesh, options: CallOptions) -> CallPlan:
         raise ValueError(f"axes {both} cannot be collected: with first_along only their coordinate 0 is called")
     if discard and collect is not None:
         raise ValueError(f"discard=True returns no results, so there is nothing to collect along {list(collect)}")
-    sharding = mesh.sharding
-    ranks, is_called = sharding.layout.ravel(), sharding.leaders(*first)
-    returns = is_called & (not discard)
-    if collect is not None:
-        returns = sharding.leaders(*(axis for axis in sharding.names if axis not in collect))
-    returned = ranks[returns]
-    if collect is None:
-        returned = np.sort(returned)
-    elif collect:
-        returned = returned[np.argsort(sharding.piece_index(*collect)[returns])]
-    order = _sort_called(ranks, is_called)
-    answers = None if returns[order].all() else returns[order].tolist()
-    return CallPlan(ranks[order].tolist(), returned.tolist(), answers, mesh, first)
-
-
-@lru_cache(maxsize=64)
-def _piece_index(mesh: Mesh, axes: tuple[str, ...], first: tuple[str, ...]) -> list[int]:
-    """Return the number of the piece along `axes` for each called worker."""
-    sharding = mesh.sharding
-    order = _sort_called(sharding.layout.ravel(), sharding.leaders(*first))
-    pieces: list[int] = sharding.piece_index(*axes)[order].tolist()
-    return pieces
-
-
-def _sort_called(ranks: npt.NDArray[np.int64], is_called: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """Return the positions of the called ranks in layout order, by ascending rank."""
-    (called,) = np.nonzero(is_called)
-    return called[np.argsort(ranks[called])]
+    names = mesh.sharding.names
+    answering = names if collect is None else collect
+    plan = mesh.sharding.plan(
+        replicate_on_axes=[axis for axis in names if axis not in first],
+        output_is_replicated=[axis for axis in names if axis not in answering],
+    )
+    called, returned, answers = plan.called.tolist(), plan.returned, plan.answers
+    if collect:
+        pieces = mesh.sharding.plan(in_sharded_axes=collect)
+        returned = pieces.called[np.argsort(pieces.piece)]
+    if discard:
+        returned, answers = returned[:0], np.zeros_like(answers)
+    return CallPlan(called, returned.tolist(), None if answers.all() else answers.tolist(), mesh, first)

@@ -250,7 +250,7 @@ class Arrivals:
             self.make_outcome(position, error=errors[position]) if position in errors else self.outcome(position)
             for position in (*wanted, *others)
         ]
-        return [outcome for at, outcome in enumerate(outcomes) if at < len(wanted) or outcome.error is not None]
+        return [outcome for number, outcome in enumerate(outcomes) if number < len(wanted) or outcome.error is not None]
 
     def make_outcome(self, position: int, value: Any = None, error: BaseException | None = None) -> Outcome:
         """Return the outcome of the worker at a position."""
