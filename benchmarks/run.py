@@ -6,6 +6,7 @@ import datetime
 import importlib.util
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -51,9 +52,14 @@ HEAD = (
 
 
 def machine() -> str:
+    """Return the day, the commit, the load and the machine of a run."""
+    folder = Path(__file__).parent
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return (
-        f"{datetime.date.today()}, {os.cpu_count()} cores of {platform.machine()}, {memory:.0f} GiB, "
+        f"{datetime.date.today()}, commit {commit.stdout.strip() or 'unknown'}, "
+        f"load {os.getloadavg()[0]:.1f} at the start, "
+        f"{os.cpu_count()} cores of {platform.machine()}, {memory:.0f} GiB, "
         f"{platform.system()}, Python {platform.python_version()}, Ray {ray.__version__}"
     )
 
@@ -83,6 +89,7 @@ def measure() -> None:
     chosen = parser.parse_args().packages or [name for name in MODULES if name != "peers" or has_verl]
     results = Path(__file__).with_name("RESULTS.md")
     known = sections(results.read_text()) if results.exists() else {}
+    header = machine()
     missed = []
     for name in chosen:
         rows = list(MODULES[name].rows())
@@ -92,7 +99,7 @@ def measure() -> None:
         text = table(rows)
         print(f"\n{name}\n{text}", flush=True)
         describe = getattr(MODULES[name], "describe", None)
-        known[name] = f"{machine()}{f', {describe()}' if describe else ''}\n\n{text}"
+        known[name] = f"{header}{f', {describe()}' if describe else ''}\n\n{text}"
         parts = ["# Measured", *HEAD, *(f"## fairlead-{one}\n\n{known[one]}" for one in MODULES if one in known)]
         results.write_text("\n\n".join(parts) + "\n")
     if missed:

@@ -241,8 +241,8 @@ class BatchedDataDict(Samples[Content], Shardable["SlicedDataDict[Content]"]):
         leaf: Any = self.get(args.input_key)
         width = int(leaf.shape[1]) if getattr(leaf, "ndim", 0) > 1 else None
         if needed and width is None:
-            found = f"shape {tuple(leaf.shape)}" if hasattr(leaf, "shape") else f"a {type(leaf).__name__}"
-            raise ValueError(f"{args.input_key!r} must be an array or tensor of (samples, width, ...), found {found}.")
+            actual = f"shape {tuple(leaf.shape)}" if hasattr(leaf, "shape") else f"a {type(leaf).__name__}"
+            raise ValueError(f"{args.input_key!r} must be an array or tensor of (samples, width, ...), found {actual}.")
         return size, operations.to_integers(key, self[key]) if key in self else None, width
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict[Content]]:

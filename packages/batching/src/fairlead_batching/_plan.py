@@ -178,16 +178,16 @@ class PartPlan:
         """Refuse lengths of which a microbatch would lose tokens, or which fill a bin otherwise than planned."""
         starts, planned = [start for start, _, _ in spans], np.array([tokens for _, _, tokens in spans])
         if isinstance(args, SequencePackingArgs):
-            found = np.add.reduceat(round_up(lengths, args.sequence_length_pad_multiple), starts)
-            wrong = found != planned
+            actual = np.add.reduceat(round_up(lengths, args.sequence_length_pad_multiple), starts)
+            wrong = actual != planned
         else:
-            found = np.maximum.reduceat(lengths, starts)
-            wrong = found > planned
+            actual = np.maximum.reduceat(lengths, starts)
+            wrong = actual > planned
         if wrong.any():
             number = int(np.flatnonzero(wrong)[0])
             raise ValueError(
                 f"Microbatches were planned for other lengths: microbatch {number} for {planned[number]} tokens, and "
-                f"it has {found[number]} by {args.input_lengths_key!r}. Shard the batch again after such a change."
+                f"it has {actual[number]} by {args.input_lengths_key!r}. Shard the batch again after such a change."
             )
 
     def find_equal_spans(self, size: int, samples: int, name: str = "microbatch_size") -> list[Span]:

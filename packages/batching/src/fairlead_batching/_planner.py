@@ -128,8 +128,8 @@ def _plan_dynamic(
         deals = (_deal_rows(ranked, costs, shards), ranked)
         ranked = min(deals, key=lambda deal: max(math.fsum(costs[deal[:, n::shards].ravel()]) for n in range(shards)))
     dealt = [ranked[:, shard::shards] for shard in range(shards)]
-    starts = [_find_cuts(at, limit, only_some_have_last=bool(group % shards)) for at in longest_at]
-    widths = [[at[end - 1] for end in [*own, len(at)]] for own, at in zip(starts, longest_at, strict=True)]
+    starts = [_find_cuts(widest, limit, only_some_have_last=bool(group % shards)) for widest in longest_at]
+    widths = [[widest[end - 1] for end in [*own, len(widest)]] for own, widest in zip(starts, longest_at, strict=True)]
     return (
         tuple(piece.ravel() for piece in dealt),
         # A shard may lack the last position.

@@ -217,8 +217,8 @@ class RemoteBatch(Shardable["RemoteBatch"]):
             ) from error
         except ray.exceptions.ObjectLostError as error:
             lost = getattr(error, "object_ref_hex", None)
-            found = [(number, [key]) for number, key, ref in refs if ref.hex() == lost]
-            piece, keys = found[0] if found else (None, sorted({key for _, key, _ in refs}))
+            lost_pieces = [(number, [key]) for number, key, ref in refs if ref.hex() == lost]
+            piece, keys = lost_pieces[0] if lost_pieces else (None, sorted({key for _, key, _ in refs}))
             rows = np.arange(self.size) if piece is None else np.flatnonzero(self.rows["piece"] == piece)
             raise BatchLostError(
                 f"Leaves {keys} are lost in {rows.size} of {self.size} rows, from row {min(rows, default=0)} on: the "

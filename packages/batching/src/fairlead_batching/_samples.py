@@ -28,13 +28,13 @@ Batch = TypeVar("Batch", bound="Samples[Any]")
 
 def find_keys(known: Sequence[str], keys: str | Iterable[str]) -> list[str]:
     """Return the keys of leaves that are named, one by one or by the part before a dot; ValueError if there is none."""
-    found: dict[str, None] = {}
+    collected: dict[str, None] = {}
     for key in [keys] if isinstance(keys, str) else keys:
         named = [other for other in known if _is_named(other, key)]
         if not named:
             raise ValueError(f"Unknown key {key!r}; the batch has {sorted(known)}.")
-        found.update(dict.fromkeys(named))
-    return list(found)
+        collected.update(dict.fromkeys(named))
+    return list(collected)
 
 
 def _is_named(name: str, key: str) -> bool:

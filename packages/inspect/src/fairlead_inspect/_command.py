@@ -129,7 +129,7 @@ def _list_suspects(findings: Iterable[Finding]) -> frozenset[object]:
     return frozenset(
         (finding.kind, finding.worker_set, finding.ranks, finding.ordinals, suspects)
         for finding in findings
-        if (suspects := frozenset((one.name, one.node, one.pid, one.where) for one in finding.suspects))
+        if (suspects := frozenset((known.name, known.node, known.pid, known.where) for known in finding.suspects))
         or (finding.kind in ("together", "mismatch") and not (finding.blames or finding.moves))
     )
 

@@ -74,12 +74,12 @@ def _find_installs(environment: str) -> tuple[str, ...]:
 
 
 def _parse_death(row: Any) -> Death:
-    of = row.death_cause.WhichOneof("context") or ""
-    context: Any = getattr(row.death_cause, of, None)
+    field = row.death_cause.WhichOneof("context") or ""
+    context: Any = getattr(row.death_cause, field, None)
     reason = ""
-    if of == "actor_died_error_context":
+    if field == "actor_died_error_context":
         reason = type(context).DESCRIPTOR.fields_by_name["reason"].enum_type.values_by_number[context.reason].name
-    message = getattr(context, "error_message", "") or of.removesuffix("_context").replace("_", " ")
+    message = getattr(context, "error_message", "") or field.removesuffix("_context").replace("_", " ")
     intended = reason in ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED") or "INTENDED" in message
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     said = next((line for line in lines if line.startswith("Worker exit detail")), (lines or ["unknown cause"])[0])

@@ -52,7 +52,7 @@ def clean(text: str) -> str:
         text = pattern.sub(instead, text)
     home = os.path.expanduser("~")
     text = text.replace(home + "/", "~/") if len(home) > 1 else text
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def clean_all(value: Any) -> Any:
@@ -60,8 +60,8 @@ def clean_all(value: Any) -> Any:
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, Mapping):
-        return {clean(key): clean_all(one) for key, one in value.items()}
-    return [clean_all(one) for one in value] if isinstance(value, list | tuple) else value
+        return {clean(key): clean_all(item) for key, item in value.items()}
+    return [clean_all(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_ranks(ranks: Sequence[int]) -> str:
@@ -111,8 +111,8 @@ def _write_since(since_s: float | None) -> str:
     return "" if since_s is None else f", for {write_seconds(since_s)}"
 
 
-def _write_process(one: Finding | Suspect) -> str:
-    return f" on {one.node}, pid {one.pid}" if one.pid and one.node else ""
+def _write_process(process: Finding | Suspect) -> str:
+    return f" on {process.node}, pid {process.pid}" if process.pid and process.node else ""
 
 
 def _who(ranks: Sequence[int], ordinals: Sequence[int]) -> str:
@@ -180,8 +180,9 @@ def _draw_finding(finding: Finding, members: Mapping[str, Member]) -> Renderable
     place = "" if listed else _write_process(finding)
     said = f"{_name(finding, members)}{place}{_write_since(finding.since_s)}: {finding.text} ({finding.kind}; {sure})"
     suspects = (
-        f"{one.name}{_write_process(one)}{_write_since(one.since_s)}: {write_stack(one.where)} ({one.text})"
-        for one in finding.suspects
+        f"{suspect.name}{_write_process(suspect)}{_write_since(suspect.since_s)}: "
+        f"{write_stack(suspect.where)} ({suspect.text})"
+        for suspect in finding.suspects
     )
     rows = [
         ("at", "" if listed else write_stack(finding.where)),
@@ -213,7 +214,8 @@ def _describe(waiting: Waiting) -> str:
 def to_json(snapshot: Snapshot, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return a snapshot and its findings as JSON, without secrets."""
     worker_sets = find_worker_sets(snapshot)
-    unread = [{"node": one.node_id, "pid": one.pid, "reason": one.note} for one in snapshot.processes if one.note]
+    noted = [process for process in snapshot.processes if process.note]
+    unread = [{"node": process.node_id, "pid": process.pid, "reason": process.note} for process in noted]
     silent = [{"node": node.address, "reason": node.note} for node in snapshot.nodes if node.answer == "silent"]
     fields: dict[str, Any] = clean_all(
         {

@@ -25,14 +25,14 @@ _Environ = Mapping[str, Mapping[str, str]]
 def find_worker_sets(snapshot: Snapshot) -> tuple[WorkerSet, ...]:
     """Return the worker sets of a snapshot: each actor is in the first one whose rule applies, and in none but that."""
     processes = {(process.node_id, process.pid): process for process in snapshot.processes}
-    nothing, found = Process("", 0), list[WorkerSet]()
+    nothing, worker_sets = Process("", 0), list[WorkerSet]()
     environ = {actor.actor_id: processes.get((actor.node_id, actor.pid), nothing).environ for actor in snapshot.actors}
     for rule in (_by_label, _by_environ, _by_name, _by_class):
-        taken = _members(found)
+        taken = _members(worker_sets)
         new = rule([actor for actor in snapshot.actors if actor.actor_id not in taken], environ, snapshot.labels)
         taken |= _members(new)
-        found += [_attach_lost(workers, snapshot.actors, taken) for workers in new]
-    return tuple(found)
+        worker_sets += [_attach_lost(workers, snapshot.actors, taken) for workers in new]
+    return tuple(worker_sets)
 
 
 def _members(worker_sets: Iterable[WorkerSet]) -> frozenset[str]:
@@ -41,7 +41,7 @@ def _members(worker_sets: Iterable[WorkerSet]) -> frozenset[str]:
 
 def _group(actors: Iterable[Actor], key: Callable[[Actor], Any]) -> dict[Any, list[Actor]]:
     """Return the actors of each key but None."""
-    return group_pairs((of, actor) for actor in actors if (of := key(actor)) is not None)
+    return group_pairs((group, actor) for actor in actors if (group := key(actor)) is not None)
 
 
 def _make(
@@ -75,7 +75,7 @@ def _read_label(text: str | None) -> dict[str, Any] | None:
     if not isinstance(label, dict) or not isinstance(label.get("group"), str) or type(label.get("rank")) is not int:
         return None
     size, coords = label.get("world_size"), label.get("coords")
-    coords = {axis: at for axis, at in coords.items() if type(at) is int} if isinstance(coords, dict) else {}
+    coords = {axis: index for axis, index in coords.items() if type(index) is int} if isinstance(coords, dict) else {}
     return {**label, "world_size": size if type(size) is int else None, "coords": coords}
 
 
@@ -87,15 +87,15 @@ def _by_label(actors: Sequence[Actor], environ: _Environ, labels: Mapping[str, M
         rule = "group" if actor.actor_id in labels else "label"
         return (actor.job_id, rule, label["group"]) if (label := given[actor.actor_id]) else None
 
-    found = []
+    worker_sets = []
     for (_, rule, name), alike in _group(actors, key).items():
         own = {actor.actor_id: label for actor in alike if (label := given[actor.actor_id])}
         ranks = {actor_id: (label["rank"], rule) for actor_id, label in own.items()}
         coords = {actor_id: label["coords"] for actor_id, label in own.items()}
         sizes = {label["world_size"] for label in own.values()}
         size = sizes.pop() if len(sizes) == 1 else None
-        found.append(_make(rule, "certain", alike, ranks, name=name, world_size=size, coords=coords))
-    return found
+        worker_sets.append(_make(rule, "certain", alike, ranks, name=name, world_size=size, coords=coords))
+    return worker_sets
 
 
 def _by_environ(actors: Sequence[Actor], environ: _Environ, labels: object) -> list[WorkerSet]:
@@ -108,11 +108,11 @@ def _by_environ(actors: Sequence[Actor], environ: _Environ, labels: object) -> l
         apart = (address, port) if address is not None and port is not None else (actor.class_name,)
         return (actor.job_id, int(size), *groups, *apart)
 
-    found = []
+    worker_sets = []
     for (_, size, *_), alike in _group(actors, key).items():
         ranks = {actor.actor_id: (int(environ[actor.actor_id]["RANK"]), "environ") for actor in alike}
-        found.append(_make("environment", "certain", alike, ranks, world_size=size))
-    return found
+        worker_sets.append(_make("environment", "certain", alike, ranks, world_size=size))
+    return worker_sets
 
 
 def _by_name(actors: Sequence[Actor], environ: object, labels: object) -> list[WorkerSet]:
@@ -126,13 +126,14 @@ def _by_name(actors: Sequence[Actor], environ: object, labels: object) -> list[W
             return None
         return actor.job_id, actor.namespace, part["prefix"], actor.class_name, first(actor) is not None
 
-    found = []
+    worker_sets = []
     for (*_, pairs), named in _group(actors, key).items():
         if len(alike := _without_former(named)) > 1:
-            numbers = {one.actor_id: (int(first(one) or 0), int(parts[one.actor_id]["last"])) for one in alike}
-            known = _from_pairs(numbers) if pairs else {one: last for one, (_, last) in numbers.items()}
-            found.append(_make("names", "likely", alike, {one: (rank, "name") for one, rank in known.items()}))
-    return found
+            numbers = {actor.actor_id: (int(first(actor) or 0), int(parts[actor.actor_id]["last"])) for actor in alike}
+            known = _from_pairs(numbers) if pairs else {actor_id: last for actor_id, (_, last) in numbers.items()}
+            ranks = {actor_id: (rank, "name") for actor_id, rank in known.items()}
+            worker_sets.append(_make("names", "likely", alike, ranks))
+    return worker_sets
 
 
 def _without_former(actors: Sequence[Actor]) -> list[Actor]:
@@ -146,7 +147,7 @@ def _from_pairs(numbers: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     groups, locals_ = sorted({first for first, _ in numbers.values()}), {second for _, second in numbers.values()}
     if len(numbers) != len(groups) * len(locals_) or locals_ != set(range(len(locals_))):
         return {}
-    return {one: groups.index(first) * len(locals_) + second for one, (first, second) in numbers.items()}
+    return {actor_id: groups.index(first) * len(locals_) + second for actor_id, (first, second) in numbers.items()}
 
 
 def _maker(actor: Actor) -> tuple[str, str, str, str]:

@@ -134,15 +134,15 @@ def read_snapshot(path: Path) -> Snapshot:
     try:
         return _decode(body.splitlines(), path)
     except (LookupError, RecursionError, TypeError, ValueError, zlib.error) as error:
-        found = f"its content is not that of a snapshot: {error!r}"
-        raise SnapshotError(str(path), found, "Restore from an older checkpoint.") from error
+        problem = f"its content is not that of a snapshot: {error!r}"
+        raise SnapshotError(str(path), problem, "Restore from an older checkpoint.") from error
 
 
 def _decode(lines: list[bytes], path: Path) -> Snapshot:
     header = json.loads(lines[0])
     if header["schema"] != SCHEMA:
-        found = f"it has schema {header['schema']}, and this version of fairlead-rollouts reads schema {SCHEMA}"
-        raise SnapshotError(str(path), found, "Install the version that wrote it.")
+        problem = f"it has schema {header['schema']}, and this version of fairlead-rollouts reads schema {SCHEMA}"
+        raise SnapshotError(str(path), problem, "Install the version that wrote it.")
     return Snapshot(
         **{name: header[name] for name in HEADER},
         source=base64.b64decode(header["source"]),

@@ -22,8 +22,8 @@ class LedgerHost:
     async def call(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Call a method of the ledger; `lease` and `claim` may wait."""
         target = self._waiting if method in ("lease", "claim") else self._waiting.ledger
-        found = getattr(target, method)(*arguments, **options)
-        return await found if target is self._waiting else found
+        result = getattr(target, method)(*arguments, **options)
+        return await result if target is self._waiting else result
 
 
 class LedgerHandle:

@@ -183,8 +183,8 @@ def select(
             if not -size <= wanted < size:
                 raise coordinate_error(axis, wanted, size)
         index[dim] = wanted
-    kept = tuple(name for name, wanted in zip(names, index, strict=True) if isinstance(wanted, slice))
-    return layout[tuple(index)], kept
+    remaining = tuple(name for name, wanted in zip(names, index, strict=True) if isinstance(wanted, slice))
+    return layout[tuple(index)], remaining
 
 
 def coordinate_error(axis: str, coordinate: int, size: int) -> IndexError:
@@ -258,9 +258,9 @@ def render_grids(layout: IntArray, names: Sequence[str]) -> Iterator[str]:
         if number is None:
             yield "...\n..."
             continue
-        at = np.unravel_index(number, shape) if shape else ()
-        title = ", ".join(f"{name}={coordinate}" for name, coordinate in zip(leading, at, strict=True))
-        cells = _cells(np.atleast_2d(layout[at]), row_axis, column_axis)
+        place = np.unravel_index(number, shape) if shape else ()
+        title = ", ".join(f"{name}={coordinate}" for name, coordinate in zip(leading, place, strict=True))
+        cells = _cells(np.atleast_2d(layout[place]), row_axis, column_axis)
         yield f"{title}\n{_align(cells)}".lstrip("\n")
 
 

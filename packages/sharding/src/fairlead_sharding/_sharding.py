@@ -225,8 +225,8 @@ class NamedSharding:
         >>> sharding.get_ranks_by_coord(tp=1), sharding.get_ranks_by_coord(tp=9)
         ([1, 5], [])
         """
-        at = as_coords(self._names, coords)
-        if any(not 0 <= coordinate < self._layout.shape[dim] for dim, coordinate in at.items()):
+        place = as_coords(self._names, coords)
+        if any(not 0 <= coordinate < self._layout.shape[dim] for dim, coordinate in place.items()):
             return []
         matching, _ = _layout.select(self._layout, self._names, coords)
         return list(np.sort(matching, axis=None).tolist())
@@ -277,7 +277,7 @@ class NamedSharding:
         [4, 5, 6, 7]
         """
         find_axes(self._names, axes)
-        fixed = {axis: at for axis, at in self.get_worker_coords(rank).items() if axis not in axes}
+        fixed = {axis: index for axis, index in self.get_worker_coords(rank).items() if axis not in axes}
         ranks, names = _layout.select(self._layout, self._names, fixed)
         return list(ranks.transpose([names.index(axis) for axis in axes]).ravel().tolist())
 

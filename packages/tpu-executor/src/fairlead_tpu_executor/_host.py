@@ -83,7 +83,7 @@ def lock_owner(path: str) -> str:
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         # Not through a link that another user may have put there.
-        with open(path, "rb", opener=lambda *of: os.open(of[0], of[1] | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        with open(path, "rb", opener=lambda *args: os.open(args[0], args[1] | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
     except OSError:
         return ""

@@ -144,7 +144,7 @@ class Side:
 
     def cancel(self, requests: Requests, replies: Mapping[int, Reply]) -> None:
         """Keep the requests without a reply from starting."""
-        late = {one: ref for one, ref in requests.items() if one.rank not in replies or replies[one.rank].late}
+        late = {rank: ref for rank, ref in requests.items() if rank.rank not in replies or replies[rank.rank].late}
         self._site.cancel(late)
 
     def release(self, epoch: int, ranks: Collection[int] | None = None) -> None:

@@ -179,8 +179,8 @@ class RayWorkerGroup(base.RayWorkerGroup):  # type: ignore[misc]
     _init_with_subresource_pool = _init_with_resource_pool
 
     def _init_with_detached_workers(self, worker_names: Sequence[str] | None, worker_handles: Any) -> None:
-        group_id, found, _ = worker_names[0].partition("/") if worker_names else ("", "", "")
-        if found:
+        group_id, separator, _ = worker_names[0].partition("/") if worker_names else ("", "", "")
+        if separator:
             self._use(_made.get(group_id) or attach(group_id))
             if self._worker_names != list(worker_names or ()):
                 raise ValueError(
@@ -240,7 +240,7 @@ class RayWorkerGroup(base.RayWorkerGroup):  # type: ignore[misc]
         """Call a method of all workers, with one element for each if all arguments are lists of that length."""
         if self.fairlead_group is None:
             return super().execute_all_async(method_name, *args, **kwargs)
-        if all(isinstance(one, list) and len(one) == self._world_size for one in (*args, *kwargs.values())):
+        if all(isinstance(values, list) and len(values) == self._world_size for values in (*args, *kwargs.values())):
             args = tuple(map(PerWorker, args))
             kwargs = {name: PerWorker(value) for name, value in kwargs.items()}
         return self._send(self.fairlead_group, method_name, args, kwargs)

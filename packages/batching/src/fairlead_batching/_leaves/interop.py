@@ -86,25 +86,25 @@ def check_kind(key: str, leaf: Any) -> None:
         raise TypeError(f"Leaf {key!r} is a tensor of complex32: convert it to complex64.")
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(first: Any, other: Any) -> bool:
     """Return whether two leaves or other values are of one kind and equal, bit for bit in arrays except for NaN."""
-    if one is other:
+    if first is other:
         return True
-    if type(one) is not type(other):
+    if type(first) is not type(other):
         return False
-    if isinstance(one, np.ndarray):
-        if one.dtype != other.dtype or one.shape != other.shape:
+    if isinstance(first, np.ndarray):
+        if first.dtype != other.dtype or first.shape != other.shape:
             return False
-        return bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
-    if is_tensor(one):
-        if (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape):
+        return bool(np.array_equal(first, other, equal_nan=first.dtype.kind in "fc"))
+    if is_tensor(first):
+        if (first.dtype, first.device, first.shape) != (other.dtype, other.device, other.shape):
             return False
-        return bool(((one == other) | ((one != one) & (other != other))).all())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
-    return bool(one == other)
+        return bool(((first == other) | ((first != first) & (other != other))).all())
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(other) and all(map(is_same, first, other))
+    if isinstance(first, dict):
+        return first.keys() == other.keys() and all(is_same(value, other[key]) for key, value in first.items())
+    return bool(first == other)
 
 
 def full(shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:

@@ -53,8 +53,8 @@ def check_keys(batches: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> No
     for number, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
         different = set(batch) ^ expected if size else set(batch) - expected
         if different:
-            one, other = sorted((first, number))
-            raise ValueError(f"Batches {one} and {other} differ in keys: only one of them has {sorted(different)}.")
+            low, other = sorted((first, number))
+            raise ValueError(f"Batches {low} and {other} differ in keys: only one of them has {sorted(different)}.")
 
 
 def _concatenate(key: str, leaves: Sequence[Any], pad_value: Any) -> Any:
@@ -89,8 +89,8 @@ def _common_dtype(key: str, leaves: Sequence[Any]) -> Any:
         return dtypes[0]
     if {getattr(dtype, "kind", "") for dtype in dtypes} in ({"U"}, {"S"}):
         return np.result_type(*dtypes)
-    found = [str(dtype) for dtype in dtypes]
-    raise ValueError(f"Leaf {key!r} cannot be joined: found dtypes {found}. Convert it to one dtype first.")
+    names = [str(dtype) for dtype in dtypes]
+    raise ValueError(f"Leaf {key!r} cannot be joined: found dtypes {names}. Convert it to one dtype first.")
 
 
 def _fill(key: str, shape: Sequence[int], value: Any, dtype: Any, like: Any) -> Any:

@@ -43,7 +43,7 @@ class RaggedLeaf:
         given = list(rows)
         distinct = {id(row): row for row in given}
         segments = list(distinct.values())
-        places = {identity: at for at, identity in enumerate(distinct)}
+        places = {identity: place for place, identity in enumerate(distinct)}
         for number, row in enumerate(given):
             _check_row(number, row, given[0])
         shapes = np.array([tuple(segment.shape) for segment in segments], dtype=np.int64)
@@ -163,13 +163,13 @@ def _check_row(number: int, row: Any, first: Any) -> None:
         raise TypeError(
             f"Rows must be all arrays or all tensors: row {number} is a {type(row).__name__}, others are not."
         )
-    for what, found, expected in (
+    for what, value, expected in (
         ("dtype", row.dtype, first.dtype),
         ("dims", row.ndim, first.ndim),
         ("device", str(getattr(row, "device", "")), str(getattr(first, "device", ""))),
     ):
-        if found != expected:
-            raise ValueError(f"Rows must agree: row {number} has {what} {found}, the first row {expected}. Convert it.")
+        if value != expected:
+            raise ValueError(f"Rows must agree: row {number} has {what} {value}, the first row {expected}. Convert it.")
 
 
 def _concatenate(flat: Sequence[Any]) -> Any:

@@ -161,12 +161,12 @@ def _differencing(lengths: Sequence[int], count: int) -> tuple[int, list[int]]:
     following = [-1] * len(lengths)  # a linked list, because lists of items would be copied at each merge
     serial = len(heap)
     while len(heap) > 1:
-        one, other = heapq.heappop(heap)[2], heap[0][2]
+        least, other = heapq.heappop(heap)[2], heap[0][2]
         # Missing bins are empty ones. The emptiest bins of one solution are merged with the fullest of the other.
-        overlap = max(0, len(one) + len(other) - count)
-        alone, other_alone = len(one) - overlap, len(other) - overlap
-        merged = [*one[:alone], *other[:other_alone]]
-        for (total, first, last), (more, next_, end) in zip(one[alone:], reversed(other[other_alone:]), strict=True):
+        overlap = max(0, len(least) + len(other) - count)
+        alone, other_alone = len(least) - overlap, len(other) - overlap
+        merged = [*least[:alone], *other[:other_alone]]
+        for (total, first, last), (more, next_, end) in zip(least[alone:], reversed(other[other_alone:]), strict=True):
             following[last] = next_
             merged.append((total + more, first, end))
         merged.sort(key=itemgetter(0), reverse=True)
@@ -197,7 +197,7 @@ def split_to(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
     while len(heap) < count:
         bin_ = heapq.heappop(heap)[-1]
         sums = list(itertools.accumulate(lengths[index] for index in bin_))
-        cut = min(range(1, len(bin_)), key=lambda at: abs(2 * sums[at - 1] - sums[-1]))
+        cut = min(range(1, len(bin_)), key=lambda place: abs(2 * sums[place - 1] - sums[-1]))
         heapq.heappush(heap, entry(bin_[:cut]))
         heapq.heappush(heap, entry(bin_[cut:]))
     return [bin_ for *_, bin_ in sorted(heap, key=lambda item: item[2])]

@@ -32,16 +32,16 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def read_dump(pid: int, started: int, environ: Mapping[str, str]) -> tuple[list[tuple[Any, ...]], str]:
     """Return the fields of a `Record` for each communicator in the newest dump of a process, and why there is none."""
-    found = []
+    files = []
     for prefix in (environ[name] for name in PREFIXES if environ.get(name) and environ.get("RANK")):
         path = os.path.join(f"/proc/{pid}/cwd", prefix + environ["RANK"])
         try:
-            found.append((os.stat(path).st_mtime, path))
+            files.append((os.stat(path).st_mtime, path))
         except OSError:
             continue  # there is none
-    if not found:
+    if not files:
         return [], ""
-    written, path = max(found)
+    written, path = max(files)
     age_s = max(0.0, time.time() - written)
     try:
         with open("/proc/uptime", encoding="ascii") as file:
@@ -62,9 +62,9 @@ def _read_file(path: str) -> bytes:
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is not a file")
-        if len(found := file.read(MOST_BYTES + 1)) > MOST_BYTES:
+        if len(content := file.read(MOST_BYTES + 1)) > MOST_BYTES:
             raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
-        return found
+        return content
 
 
 def _summarize(dump: Any, age_s: float, written: float, environ: Mapping[str, str]) -> list[tuple[Any, ...]]:

@@ -52,9 +52,9 @@ def _read_current(pid: int) -> list[bytes]:
                     return entries
                 text = b""
                 while len(text) < MOST_BYTES and b"\0" not in text:
-                    at = address + len(text)
+                    end = address + len(text)
                     # Up to the end of the page: the next one may not be there.
-                    text += _read(memory, min(256, 4096 - at % 4096), at)
+                    text += _read(memory, min(256, 4096 - end % 4096), end)
                 entries.append(text.partition(b"\0")[0])
     return entries
 

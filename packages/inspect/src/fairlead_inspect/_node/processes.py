@@ -118,5 +118,5 @@ def list_threads(pid: int) -> list[int]:
 def map_threads(pid: int) -> dict[int, int]:
     """Return the threads of a process by their numbers in its own pid namespace, which py-spy reports."""
     pattern = re.compile(rb"^NSpid:.*?(\d+)$", re.MULTILINE)
-    found = {tid: pattern.search(_read(f"/proc/{pid}/task/{tid}/status")) for tid in list_threads(pid)}
-    return {int(inside[1]): tid for tid, inside in found.items() if inside}
+    matches = {tid: pattern.search(_read(f"/proc/{pid}/task/{tid}/status")) for tid in list_threads(pid)}
+    return {int(inside[1]): tid for tid, inside in matches.items() if inside}

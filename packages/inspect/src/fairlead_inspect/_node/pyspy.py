@@ -29,7 +29,7 @@ def find_pyspy() -> str:
 
 def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[str, Any]], str]:
     """Return the threads of a process, with their frames and the objects that they wait for, and why there are none."""
-    note, found = LATE if program else MISSING, None
+    note, rows = LATE if program else MISSING, None
     environ = {**os.environ, "RUST_BACKTRACE": "0", "RUST_LIB_BACKTRACE": "0"}  # whose last line would be the reason
     for _ in range(TRIES if program else 0):
         # No value of a local leaves this function: `ray.get` has the list that it waits for there, and its timeout.
@@ -51,10 +51,10 @@ def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[s
             if "ermission denied" in note:
                 break
             continue
-        found = _read_threads(pid, threads, offset)
-        if all(row["stack"][-1][1].rpartition(".")[2] in BASES for row in found):
+        rows = _read_threads(pid, threads, offset)
+        if all(row["stack"][-1][1].rpartition(".")[2] in BASES for row in rows):
             break  # otherwise it is torn; the last one is taken as it is
-    return ([], note) if found is None else (found, "")
+    return ([], note) if rows is None else (rows, "")
 
 
 def _read_threads(pid: int, threads: Any, offset: int) -> list[dict[str, Any]]:

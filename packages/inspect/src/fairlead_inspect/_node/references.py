@@ -37,7 +37,7 @@ def read_references(pid: int, frames: Sequence[Any], offset: int) -> tuple[list[
     for frame in frames[:4]:
         if not is_get(frame["filename"], frame["name"]):
             continue
-        held = {one["name"]: one for one in frame.get("locals") or []}
+        held = {object_id["name"]: object_id for object_id in frame.get("locals") or []}
         address = next((held[name].get("addr") for name in LISTS if name in held), None)
         if address and offset > 0:
             waits = frame["name"].rpartition(".")[2] == "wait"
@@ -47,7 +47,7 @@ def read_references(pid: int, frames: Sequence[Any], offset: int) -> tuple[list[
                 ids, unread = _read_list(pid, address, offset)
             except (OSError, ValueError, OverflowError, struct.error):
                 return [], 1
-            return [(one, waits, polls) for one in ids], unread
+            return [(object_id, waits, polls) for object_id in ids], unread
     return [], 0
 
 

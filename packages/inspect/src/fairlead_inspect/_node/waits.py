@@ -69,13 +69,14 @@ def _describe(pid: int, descriptor: int) -> str:
             for _, line in zip(range(MOST_SOCKETS), file, strict=False):
                 fields = line.split()
                 if fields[9:10] == [inode]:
-                    ends = [_read_address(fields[at], family) for at in (2, 1)]
-                    return next(one for one in ends if not one.endswith(":0") or one == ends[1])
+                    ends = [_read_address(fields[column], family) for column in (2, 1)]
+                    return next(end for end in ends if not end.endswith(":0") or end == ends[1])
     return "a socket"
 
 
 def _read_address(text: str, family: int) -> str:
     """Return an address of the kernel's tables: words of 32 bits in the byte order of the machine."""
     address, _, port = text.partition(":")
-    words = struct.pack(f"={len(address) // 8}I", *(int(address[at : at + 8], 16) for at in range(0, len(address), 8)))
-    return f"{socket.inet_ntop(family, words)}:{int(port, 16)}"
+    words = [int(address[begin : begin + 8], 16) for begin in range(0, len(address), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    return f"{socket.inet_ntop(family, packed)}:{int(port, 16)}"

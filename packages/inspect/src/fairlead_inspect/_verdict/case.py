@@ -43,13 +43,13 @@ class Case:
         began, as may one that rests, if the kernel does not say when it ran: `by_call` takes that for it. One that
         spins has no age, since a long computation looks the same.
         """
-        at = self.at(key)
+        place = self.at(key)
         if (held := self.holding_child(key)) is not None and held[0].since_s is not None:
             return held[0].since_s, "last run of its child"
-        rests = at.motion in ("still", "disk", "stopped")
-        if rests and at.since_s is not None:
-            return at.since_s, RAN
-        calls = at.motion == "waking" or (rests and by_call)
+        rests = place.motion in ("still", "disk", "stopped")
+        if rests and place.since_s is not None:
+            return place.since_s, RAN
+        calls = place.motion == "waking" or (rests and by_call)
         return (self.call_age(key), CALLED) if calls else (None, "")
 
     def sleeps(self, key: str) -> bool:
@@ -62,19 +62,19 @@ class Case:
 
     def waited(self, wait: Wait) -> float | None:
         """Return for how long all members have waited in a collective: by their calls if none of them sleeps there."""
-        at = {key: self.at(key) for key in wait.waiters}
-        if any(place.motion not in ("still", "waking", "spinning") for place in at.values()):
+        places = {key: self.at(key) for key in wait.waiters}
+        if any(place.motion not in ("still", "waking", "spinning") for place in places.values()):
             return None
-        still = [place.since_s for place in at.values() if place.motion == "still" and place.since_s is not None]
-        calls = [age for key in at if (age := self.call_age(key)) is not None]
+        still = [place.since_s for place in places.values() if place.motion == "still" and place.since_s is not None]
+        calls = [age for key in places if (age := self.call_age(key)) is not None]
         return min(still or calls, default=None)
 
     def frees(self) -> bool:
         """Return whether others may free what is requested: they work, or run tasks, or calls begun not long ago."""
         graph, since = self.graph, self.snapshot.looked_at - self.after_s
         works = (
-            at.motion in ("moving", "spinning") or at.busy_elsewhere
-            for key, at in graph.positions.items()
+            place.motion in ("moving", "spinning") or place.busy_elsewhere
+            for key, place in graph.positions.items()
             if key not in graph.waiters
         )
         runs = (
@@ -114,9 +114,12 @@ class Case:
         waits = self.graph.waiters
         return [
             key
-            for key, at in self.graph.positions.items()
-            if (at.motion == "moving" or (at.busy_elsewhere and at.kind not in ("idle", "opaque") and key not in waits))
-            and key not in self.graph.infrastructure
+            for key, place in self.graph.positions.items()
+            if key not in self.graph.infrastructure
+            and (
+                place.motion == "moving"
+                or (place.busy_elsewhere and place.kind not in ("idle", "opaque") and key not in waits)
+            )
         ]
 
     def name(self, key: str) -> str:
@@ -132,10 +135,10 @@ class Case:
 
     def describe_place(self, key: str) -> str:
         """Return what a process waits for in the kernel, as a clause, with a child that may hold it up."""
-        at = self.at(key)
-        if at.paused:
+        place = self.at(key)
+        if place.paused:
             return ", it stands at a breakpoint, to which no debugger is attached"
-        text = f", it waits for {at.thread.waits_on}" if at.thread is not None and at.thread.waits_on else ""
+        text = f", it waits for {place.thread.waits_on}" if place.thread is not None and place.thread.waits_on else ""
         text = text.replace("it waits for time.sleep", "it stands in time.sleep")
         if (held := self.holding_child(key)) is not None:
             child, frame = held
@@ -146,8 +149,8 @@ class Case:
 
     def holding_child(self, key: str) -> tuple[Child, Frame] | None:
         """Return the child that a process waits for and that stands in code of the job, and the frame where it does."""
-        at, process = self.at(key), self.graph.processes.get(key)
-        if process is None or at.thread is None or not shows(WAITS_FOR_CHILD, *at.thread.stack[:8]):
+        place, process = self.at(key), self.graph.processes.get(key)
+        if process is None or place.thread is None or not shows(WAITS_FOR_CHILD, *place.thread.stack[:8]):
             return None
         for child in process.children:
             # Below its start, a child that was forked has the frames of its parent.
@@ -239,8 +242,8 @@ class Case:
         return tuple(map(self.name, path)) if len(path) > 1 else ()
 
 
-def _show_place(at: Position) -> tuple[Frame, ...]:
+def _show_place(place: Position) -> tuple[Frame, ...]:
     """Return the frames of a position, with the innermost one of any code."""
-    inner = at.inner
-    shown = inner is None or inner in at.where or replace(inner, line=0) in at.where
-    return at.where[:64] if shown or inner is None else (inner, *at.where)[:64]
+    inner = place.inner
+    shown = inner is None or inner in place.where or replace(inner, line=0) in place.where
+    return place.where[:64] if shown or inner is None else (inner, *place.where)[:64]

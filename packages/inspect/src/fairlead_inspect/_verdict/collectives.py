@@ -15,32 +15,32 @@ def find_mismatches(case: Case, explained: Collection[str]) -> tuple[list[Findin
     of the members or more are not: one may have left a long computation early that the others are in. Return also
     the members of these sets.
     """
-    found, explains = list[Finding](), set[str]()
+    findings, explains = list[Finding](), set[str]()
     for workers in case.graph.worker_sets:
         members = {member.key for member in workers.members}
         if members.isdisjoint(explained) and (finding := _find_mismatch(case, workers)) is not None:
-            found.append(finding)
+            findings.append(finding)
             explains |= members
-    return found, explains
+    return findings, explains
 
 
 def _find_mismatch(case: Case, workers: WorkerSet) -> Finding | None:
-    at = {member.key: case.at(member.key) for member in workers.members}
+    places = {member.key: case.at(member.key) for member in workers.members}
     if (
         workers.missing
         or workers.disputed
-        or any(place.kind not in ("collective", "device") or place.motion == "moving" for place in at.values())
+        or any(place.kind not in ("collective", "device") or place.motion == "moving" for place in places.values())
     ):
         return None
     groups: dict[str, dict[str, Record]] = {}
-    for key in at:
+    for key in places:
         for record in case.graph.processes[key].records:
             # A record of a process that stood for long holds now if it is new, or its thread has not run since.
-            rests = (at[key].since_s or 0.0) >= record.age_s and not at[key].busy_elsewhere
+            rests = (places[key].since_s or 0.0) >= record.age_s and not places[key].busy_elsewhere
             if record.stood_s >= case.after_s and (record.age_s <= case.after_s or rests):
                 groups.setdefault(record.group, {})[key] = record
     # Who stands in code for collectives without an open one waits for something that is not recorded.
-    busy = {key for key, place in at.items() if place.kind == "collective"}
+    busy = {key for key, place in places.items() if place.kind == "collective"}
     for records in groups.values():
         busy |= {key for key, record in records.items() if record.sends or record.begun > record.done}
     whole = (group for group in groups.values() if len(group) == next(iter(group.values())).size)

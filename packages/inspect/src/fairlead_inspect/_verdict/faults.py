@@ -34,8 +34,8 @@ def find_faults(case: Case) -> tuple[list[Finding], set[str]]:
 
 def _find_dead(case: Case) -> list[Finding]:
     """Name the dead actors that others wait for."""
-    found, now = list[Finding](), case.snapshot.looked_at
-    for wait, key in ((one, target) for one in case.graph.waits for target in one.targets):
+    findings, now = list[Finding](), case.snapshot.looked_at
+    for wait, key in ((waiting, target) for waiting in case.graph.waits for target in waiting.targets):
         actor = case.graph.actors.get(key)
         if actor is None or actor.death is None or _is_replaced(case, actor, actor.death.at):
             continue
@@ -51,8 +51,8 @@ def _find_dead(case: Case) -> list[Finding]:
         known = wait.workers is None or (wait.workers.world_size is not None and joins)
         sure = not actor.death.intended and wait.workers is not None and wait.workers.confidence == "certain"
         blames = known or (case.waited(wait) or 0.0) >= case.after_s
-        found.append(_blame_dead(case, actor, wait, age, sure=sure, blames=blames))
-    return unique(found) or _find_dead_peers(case)
+        findings.append(_blame_dead(case, actor, wait, age, sure=sure, blames=blames))
+    return unique(findings) or _find_dead_peers(case)
 
 
 def _blame_dead(
@@ -66,7 +66,7 @@ def _blame_dead(
 
 def _find_dead_peers(case: Case) -> list[Finding]:
     """Name an actor that was killed and whose peers, which may meet in an actor that they await, stand since then."""
-    found = list[Finding]()
+    findings = list[Finding]()
     for actor in case.graph.actors.values():
         if actor.death is None or actor.death.intended or _is_replaced(case, actor, actor.death.at):
             continue
@@ -76,8 +76,8 @@ def _find_dead_peers(case: Case) -> list[Finding]:
         if age >= case.after_s and peers and all(stand):
             wait = Wait("get", tuple(peers), (actor.actor_id,))
             more = "; the other actors of its class have not moved since then"
-            found.append(_blame_dead(case, actor, wait, age, more=more))
-    return found
+            findings.append(_blame_dead(case, actor, wait, age, more=more))
+    return findings
 
 
 def _find_alike(case: Case, actor: Actor) -> list[Actor]:
@@ -93,14 +93,14 @@ def _is_replaced(case: Case, lost: Actor, moment: float) -> bool:
 
 def _find_stopped(case: Case) -> list[Finding]:
     """Name the processes that a signal has stopped, and those with such a child."""
-    found, graph = list[Finding](), case.graph
+    findings, graph = list[Finding](), case.graph
     for key, process in graph.processes.items():
-        at = graph.positions[key]
+        position = graph.positions[key]
         children = [child for child in process.children if {*child.states} <= {*"Tt"} and not child.ticks]
-        if at.motion != "stopped" and not children:
+        if position.motion != "stopped" and not children:
             continue
         wait = next((wait for wait in graph.waits if key in graph.reach(wait.waiters)), None)
-        if at.motion == "stopped":
+        if position.motion == "stopped":
             # A driver that is stopped explains idle workers, and not workers that hang.
             others = [place.kind for other, place in graph.positions.items() if other != key]
             blames = key != case.graph.driver or all(kind in ("idle", "unread") for kind in others)
@@ -108,20 +108,20 @@ def _find_stopped(case: Case) -> list[Finding]:
             more = {"blames": blames, "remedy": f"kill -CONT {process.pid}"}
             text = "is stopped by a signal (SIGSTOP), or by a debugger"
             kind: Kind = "stopped" if blames else "driver"
-            found.append(case.blame(kind, [key], text, wait, (at.since_s, RAN), fact, sure=True, **more))
+            findings.append(case.blame(kind, [key], text, wait, (position.since_s, RAN), fact, sure=True, **more))
         for child in children:
             text = f"has a child process that is stopped: {child.title[:60]} (pid {child.pid})"
             fact = Evidence("/proc/PID/stat", f"state {child.states[1]} of pid {child.pid}")
             # Whoever waits for another process, or works, may have stopped it on purpose.
-            ends = wait is not None and key not in graph.waiters and at.motion != "moving"
+            ends = wait is not None and key not in graph.waiters and position.motion != "moving"
             more = {"blames": ends, "remedy": f"kill -CONT {child.pid}"}
-            found.append(case.blame("stopped", [key], text, wait, (None, ""), fact, sure=True, **more))
-    return found
+            findings.append(case.blame("stopped", [key], text, wait, (None, ""), fact, sure=True, **more))
+    return findings
 
 
 def _find_nodes(case: Case) -> list[Finding]:
     """Name the nodes that are lost or silent and hold processes of the job."""
-    found, graph = list[Finding](), case.graph
+    findings, graph = list[Finding](), case.graph
     for node in case.snapshot.nodes:
         if node.answer not in ("lost", "silent"):
             continue
@@ -130,16 +130,16 @@ def _find_nodes(case: Case) -> list[Finding]:
         wait = next((wait for wait in graph.waits if graph.reach(wait.waiters) & {*held}), None)
         if held and node.answer == "lost" and wait is not None:
             fact, text = Evidence("node table", node.note), "is on a node that Ray calls dead"
-            found.append(case.blame("node-lost", held, text, wait, (None, ""), fact, sure=True))
+            findings.append(case.blame("node-lost", held, text, wait, (None, ""), fact, sure=True))
         elif held and node.answer == "silent":
             text, fact = f"is on node {node.address}, which did not answer: {node.note}", Evidence("probe", node.note)
-            found.append(case.say("node-silent", held, text, wait, evidence=(fact,)))
-    return found
+            findings.append(case.say("node-silent", held, text, wait, evidence=(fact,)))
+    return findings
 
 
 def _find_pending(case: Case) -> list[Finding]:
     """Name the actors and tasks that have not started and that others wait for, and the ranks that do not join."""
-    found, launches = list[Finding](), case.snapshot.launches
+    findings, launches = list[Finding](), case.snapshot.launches
     for wait in case.graph.waits:
         for key in wait.targets:
             actor, task = case.graph.actors.get(key), case.graph.tasks.get(key.removeprefix("task:"))
@@ -162,7 +162,8 @@ def _find_pending(case: Case) -> list[Finding]:
             blames = not moves and (bool(lacks) or (wait.certain and not asks.environment)) and fact.text in _REQUESTING
             more = {"blames": blames, "moves": moves, "remedy": _STATUS}
             sure, since = wait.certain and bool(lacks) and not launches, (age, "Ray's tables")
-            found.append(case.blame("pending", [key], text, wait, since, replace(fact, age_s=age), sure=sure, **more))
+            fact = replace(fact, age_s=age)
+            findings.append(case.blame("pending", [key], text, wait, since, fact, sure=sure, **more))
         workers = wait.workers
         if workers is not None and workers.missing and not (workers.disputed or case.snapshot.partial):
             long = (case.waited(wait) or 0.0) >= case.after_s
@@ -172,8 +173,8 @@ def _find_pending(case: Case) -> list[Finding]:
             joining &= all(case.at(key).rendezvous for key in wait.waiters)
             more = {"ranks": workers.missing[:256], "rank_confidence": workers.confidence, "moves": not long}
             text = "has not joined: no actor has that rank"
-            found.append(case.say("missing", [], text, wait, workers=workers, blames=long and joining, **more))
-    return unique(found)
+            findings.append(case.say("missing", [], text, wait, workers=workers, blames=long and joining, **more))
+    return unique(findings)
 
 
 def _base(resources: Mapping[str, float]) -> dict[str, float]:
@@ -214,12 +215,13 @@ def _find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
     groups = [group for group in case.snapshot.reservations if group.job_id == case.graph.job.job_id]
     sure: dict[str, bool] = {}
     for key, process in case.graph.processes.items():
-        at, ids = case.at(key), [reference.object_id for thread in process.threads for reference in thread.references]
-        if at.thread is not None and any(frame.file.endswith(_PLACEMENT) for frame in at.thread.stack[:3]):
+        place = case.at(key)
+        ids = [reference.object_id for thread in process.threads for reference in thread.references]
+        if place.thread is not None and any(frame.file.endswith(_PLACEMENT) for frame in place.thread.stack[:3]):
             sure[key] = True
-        elif at.kind == "ray-get" and ids and all(map(is_promise, ids)):
+        elif place.kind == "ray-get" and ids and all(map(is_promise, ids)):
             sure[key] = False
-    found, held_up = list[Finding](), set[str]()
+    findings, held_up = list[Finding](), set[str]()
     for group in groups:
         # Whoever has made others waits for one of these.
         makers = {other.creator or case.graph.driver for other in groups}
@@ -235,9 +237,9 @@ def _find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
             evidence=(Evidence("placement groups", f"{group.reason}: {group.bundles}", age),), since_s=age,
             since_source="Ray's tables", subject=group.label, blames=settled, moves=not settled, remedy=_NODES,
         )  # fmt: skip
-        found.append(finding)
+        findings.append(finding)
         held_up |= {*own}
-    return found, held_up
+    return findings, held_up
 
 
 def _find_deadlocks(case: Case) -> list[Finding]:
@@ -262,7 +264,7 @@ def _find_deadlocks(case: Case) -> list[Finding]:
     # Some of the set may be in a collective of their own, which those outside of the cycle may end.
     moves = bool(met) and any(case.at(key).moves for key in graph.sinks(cycle))
     still = bool(sure) and not moves and all((age or 0.0) >= case.after_s for age in met)
-    still &= all(at.motion in ("still", "waking", *["spinning"] * (at.kind == "collective")) for at in places)
+    still &= all(place.motion in ("still", "waking", *["spinning"] * (place.kind == "collective")) for place in places)
     moves |= any(age is not None and age < case.after_s for age in met)
     text = f"wait for each other: {names}"
     if len(cycle) == 1:
@@ -274,7 +276,7 @@ def _find_deadlocks(case: Case) -> list[Finding]:
 
 def _find_left_in_collective(case: Case) -> list[Finding]:
     """Name ranks of Ray Train that wait for each other: all but one in `report`, and that one in a collective."""
-    found, graph = list[Finding](), case.graph
+    findings, graph = list[Finding](), case.graph
     for key in graph.infrastructure:
         waits = [wait for wait in graph.waits if key in wait.targets and wait.kind == "get"]
         inside = [rank for wait in waits for rank in wait.waiters if case.shows(rank, REPORT)]
@@ -296,28 +298,28 @@ def _find_left_in_collective(case: Case) -> list[Finding]:
             f"{case.name(left[0])} in {place.function if place else 'a collective'}, which needs one of the others"
         )
         fact = Evidence("task events", f"report waits for {case.name(left[0])}", age)
-        found.append(case.blame("deadlock", keys, text, waits[0], (age, CALLED), fact))
-    return found
+        findings.append(case.blame("deadlock", keys, text, waits[0], (age, CALLED), fact))
+    return findings
 
 
 def _is_in_collective(case: Case, key: str) -> bool:
     """Return whether a rank waits for others in a collective, or in code that reduces, without a device or CPU time."""
-    at, actor = case.at(key), case.graph.actors[key]
-    if not at.stands or case.shows(key, REPORT):
+    place, actor = case.at(key), case.graph.actors[key]
+    if not place.stands or case.shows(key, REPORT):
         return False
     held = next((node.resources for node in case.snapshot.nodes if node.node_id == actor.node_id), {})
-    reduces = at.kind == "device" and at.motion == "still" and (at.backward or case.shows(key, BOOST))
-    return at.kind == "collective" or (reduces and bool(held) and held.keys().isdisjoint(_DEVICES))
+    reduces = place.kind == "device" and place.motion == "still" and (place.backward or case.shows(key, BOOST))
+    return place.kind == "collective" or (reduces and bool(held) and held.keys().isdisjoint(_DEVICES))
 
 
 def _describe_reason(group: Reservation) -> str:
     return f"is not placed: {_REASONS.get(group.reason, group.reason or 'Ray does not say why')}"
 
 
-def unique(found: Sequence[Finding]) -> list[Finding]:
+def unique(findings: Sequence[Finding]) -> list[Finding]:
     """Return findings with one for each set of actors: one that blames, or else the one with most that wait."""
     best: dict[object, Finding] = {}
-    for finding in found:
+    for finding in findings:
         key: object = tuple(sorted(actor.id for actor in finding.actors))
         key = key or ((finding.kind, finding.node, finding.pid) if finding.pid else (finding.text, finding.worker_set))
         before = best.get(key)

@@ -106,22 +106,22 @@ def _without_task(process: Process, others: Iterable[Position], *, driver: bool)
     return "opaque" if runs or serves or works else "idle"
 
 
-def _is_of_job(at: Position) -> bool:
+def _is_of_job(place: Position) -> bool:
     """Return whether a thread stands in code of the job itself, and not of a package."""
-    return (own := find_own(at.where)) is not None and not libraries.shows(libraries.PACKAGES, own)
+    return (own := find_own(place.where)) is not None and not libraries.shows(libraries.PACKAGES, own)
 
 
-def _works(at: Position, window_s: float) -> bool:
+def _works(place: Position, window_s: float) -> bool:
     """Return whether a thread of the job beside the chosen one works, if only by waking up often, as with a network."""
-    often = at.thread is not None and (at.thread.switches or 0) > 10 * window_s
-    saves = at.motion == "disk" and (at.since_s or 0.0) < SAVES_S
-    return (often or saves or at.motion in ("moving", "spinning")) and find_own(at.where) is not None
+    often = place.thread is not None and (place.thread.switches or 0) > 10 * window_s
+    saves = place.motion == "disk" and (place.since_s or 0.0) < SAVES_S
+    return (often or saves or place.motion in ("moving", "spinning")) and find_own(place.where) is not None
 
 
 def _locate(thread: Thread, window_s: float) -> Position:
-    at, motion = _read(thread.stack, thread.waits_inside), _move(thread, window_s)
-    loops = motion == "moving" and _is_one_function(normalise(thread.before or ()), at.where)
-    return replace(at, motion=motion, thread=thread, since_s=thread.last_ran_s, loops=loops)
+    place, motion = _read(thread.stack, thread.waits_inside), _move(thread, window_s)
+    loops = motion == "moving" and _is_one_function(normalise(thread.before or ()), place.where)
+    return replace(place, motion=motion, thread=thread, since_s=thread.last_ran_s, loops=loops)
 
 
 def _is_one_function(before: Stack, after: Stack) -> bool:

@@ -52,7 +52,7 @@ def exit_status(findings: Iterable[Finding]) -> int:
 class _End:
     """The facts about the processes at the end of a wait: those that wait for nobody that is known."""
 
-    at: Position  # of the first of them
+    place: Position  # of the first of them
     alike: bool  # all stand at one place
     age: float | None  # of the one that has stood for least; None if that is not known
     waited: float  # for how long those in a collective have waited for them; 0 if that is not known
@@ -77,82 +77,82 @@ class _Row:
 
 # The first row that holds is the finding.
 _TABLE = (
-    _Row("undecided", lambda end: end.at.kind in ("opaque", "channel"),
+    _Row("undecided", lambda end: end.place.kind in ("opaque", "channel"),
          "runs a call, and another thread or a coroutine of it may wait"),
-    _Row("undecided", lambda end: end.at.kind == "unread", "its stacks cannot be read"),
-    _Row("undecided", lambda end: end.at.kind in ("device", "collective"),
+    _Row("undecided", lambda end: end.place.kind == "unread", "its stacks cannot be read"),
+    _Row("undecided", lambda end: end.place.kind in ("device", "collective"),
          "may wait for its device or for another rank"),
-    _Row("undecided", lambda end: end.at.kind in ("library", "ray-get"),
+    _Row("undecided", lambda end: end.place.kind in ("library", "ray-get"),
          "waits inside Ray or one of its libraries, and it is not known what for"),
     _Row("undecided", lambda end: not end.alike, "does not move; it may wait for another one"),
     _Row("working", lambda end: end.young, "others wait for it, but it has not stood still for as long as --after"),
-    _Row("late", lambda end: end.at.kind == "idle" and end.called and end.certain,
+    _Row("late", lambda end: end.place.kind == "idle" and end.called and end.certain,
          "runs nothing: it was not called, or it has returned", blames=True),
-    _Row("late", lambda end: end.at.kind == "idle" and end.paused and end.certain,
+    _Row("late", lambda end: end.place.kind == "idle" and end.paused and end.certain,
          "is a generator that waits until its items are taken, or waits inside of Ray", blames=True),
-    _Row("undecided", lambda end: end.at.kind == "idle", "runs nothing: its call may be over, or wait for its turn"),
-    _Row("undecided", lambda end: end.at.motion == "unknown", "was not seen long enough to say whether it moves"),
-    _Row("undecided", lambda end: end.age is None and end.at.motion == "waking",
+    _Row("undecided", lambda end: end.place.kind == "idle", "runs nothing: its call may be over, or wait for its turn"),
+    _Row("undecided", lambda end: end.place.motion == "unknown", "was not seen long enough to say whether it moves"),
+    _Row("undecided", lambda end: end.age is None and end.place.motion == "waking",
          "wakes up now and then at one line, and it is not known since when"),
-    _Row("undecided", lambda end: end.age is None and end.at.motion != "spinning",
+    _Row("undecided", lambda end: end.age is None and end.place.motion != "spinning",
          "does not move, and it is not known since when"),
-    _Row("working", lambda end: not end.late and not (end.collective and end.at.motion == "spinning"),
+    _Row("working", lambda end: not end.late and not (end.collective and end.place.motion == "spinning"),
          "others wait for it, but it has not stood still for as long as --after"),
-    _Row("disk", lambda end: end.at.motion == "disk" and end.certain,
+    _Row("disk", lambda end: end.place.motion == "disk" and end.certain,
          "waits for a disk or for a device driver", blames=True),
-    _Row("undecided", lambda end: end.sleeps and not (end.collective and end.at.motion == "still"),
+    _Row("undecided", lambda end: end.sleeps and not (end.collective and end.place.motion == "still"),
          "sleeps on purpose, or has traffic"),
-    _Row("late", lambda end: end.at.motion == "still" and end.certain, "does not move", blames=True),
-    _Row("late", lambda end: end.at.motion == "waking" and end.certain,
+    _Row("late", lambda end: end.place.motion == "still" and end.certain, "does not move", blames=True),
+    _Row("late", lambda end: end.place.motion == "waking" and end.certain,
          "stands at one line, where it only wakes up to look again", blames=True),
-    _Row("undecided", lambda end: end.at.motion == "spinning",
+    _Row("undecided", lambda end: end.place.motion == "spinning",
          "uses a whole core at one line: an endless loop, or long work"),
     _Row("undecided", lambda end: True, "does not move; it may wait for another one"),
 )  # fmt: skip
 
 
 def _judge(case: Case) -> list[Finding]:
-    found, held_up = faults.find_faults(case)
+    findings, held_up = faults.find_faults(case)
     # Who waits for one of these is explained.
-    explained = held_up | {actor.id for finding in found for actor in finding.actors if finding.blames}
-    tasks = {(finding.task, finding.node, finding.pid) for finding in found if finding.blames and finding.task}
+    explained = held_up | {actor.id for finding in findings for actor in finding.actors if finding.blames}
+    tasks = {(finding.task, finding.node, finding.pid) for finding in findings if finding.blames and finding.task}
     keys = {f"task:{key}": task.name for key, task in case.graph.tasks.items()} if tasks else {}
     explained |= {key for key, name in keys.items() if (name, *case.find_process(key)) in tasks}
-    if any(finding.kind == "stopped" and not (finding.actors or finding.task) for finding in found):
+    if any(finding.kind == "stopped" and not (finding.actors or finding.task) for finding in findings):
         explained.add(case.graph.driver)
     mismatches, members = find_mismatches(case, explained)
-    found, explained = [*found, *mismatches], explained | members
+    findings, explained = [*findings, *mismatches], explained | members
     ends, suspects = _find_ends(case, explained)
     blamed = {actor.id for end in ends if end.blames for actor in end.actors}
     # A finding that blames no process, and speaks of those that another one blames, says nothing more.
-    found += [
+    findings += [
         finding
         for finding in ends
-        if finding.blames or not blamed or (finding.actors and blamed.isdisjoint(of.id for of in finding.actors))
+        if finding.blames or not blamed or (finding.actors and blamed.isdisjoint(known.id for known in finding.actors))
     ]
-    if not any(finding.blames for finding in found) and (finding := _find_only(case, explained)) is not None:
-        found = [finding, *(other for other in found if other.kind != "working")]
-    if not any(finding.blames for finding in found):
-        works = any(finding.kind == "working" for finding in found)
+    if not any(finding.blames for finding in findings) and (finding := _find_only(case, explained)) is not None:
+        findings = [finding, *(other for other in findings if other.kind != "working")]
+    if not any(finding.blames for finding in findings):
+        works = any(finding.kind == "working" for finding in findings)
         standing = [key for key in _standing(case) if key not in explained and not (works and key == case.graph.driver)]
         suspects = dict.fromkeys(standing, "its call has not moved") | suspects
         # What is at the end of one wait may be on the way of another.
         places = {case.find_process(key) for key in suspects if key in case.graph.processes}
-        found = [one for one in found if one.kind != "working" or (one.node, one.pid) not in places]
-        found += [*_list_suspects(case, suspects, found), *_find_unread(case, {*suspects, *explained})]
-    return sorted(found, key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
+        findings = [other for other in findings if other.kind != "working" or (other.node, other.pid) not in places]
+        findings += [*_list_suspects(case, suspects, findings), *_find_unread(case, {*suspects, *explained})]
+    return sorted(findings, key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
 
 
 def _find_ends(case: Case, explained: Collection[str]) -> tuple[list[Finding], dict[str, str]]:
     """Return what is at the ends of the waits, and the processes there that nothing can be said of, with the reason."""
-    found, suspects = list[Finding](), dict[str, str]()
+    findings, suspects = list[Finding](), dict[str, str]()
     for wait in case.graph.waits:
         if wait.kind == "calls" or {*wait.waiters, *case.graph.reach(wait.targets)} & {*explained}:
             continue
         inside = wait.kind == "collective" and not wait.targets
         end = _all_inside(case, wait) if inside else _end_of(case, wait, suspects)
-        found += [end] if end is not None else []
-    return faults.unique(found), suspects
+        findings += [end] if end is not None else []
+    return faults.unique(findings), suspects
 
 
 def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
@@ -197,33 +197,33 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
 
 def _find_doubt(case: Case, moving: Sequence[str], wait: Wait) -> str | None:
     """Return why it is not sure that the only process that works makes progress; None if nothing speaks against it."""
-    key, at = moving[0], case.at(moving[0])
+    key, place = moving[0], case.at(moving[0])
     waited = wait.kind != "collective" or (case.waited(wait) or 0.0) >= case.after_s
     if len(moving) > 1 or not waited:
         return None
-    if at.motion in STANDS:
+    if place.motion in STANDS:
         long = (case.age(key)[0] or 0.0) >= case.after_s
         child = max(case.graph.processes[key].children, key=lambda child: child.ticks, default=None)
         works = f"its child process {child.pid}" if child is not None and child.ticks else "another thread of it"
         return f"does not move, while {works} works" if long else None
     long = (case.call_age(key) or 0.0) >= case.after_s
-    return "computes in one function since its call began: endless or slow" if at.loops and long else None
+    return "computes in one function since its call began: endless or slow" if place.loops and long else None
 
 
 def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) -> Finding:
     """Return the finding of a row that blames."""
     age, source = case.age(keys[0])
-    if end.paused or end.at.kind == "opaque":
+    if end.paused or end.place.kind == "opaque":
         age, source = case.call_age(keys[0]), CALLED
-    elif age is None or end.at.kind == "idle":
+    elif age is None or end.place.kind == "idle":
         age, source = end.waited, WAITED
     # Whoever waits for a peer outside, or polls, may be served later.
     alone = len(keys) == 1 and wait.workers is not None and wait.workers.confidence == "certain"
-    alone &= end.at.kind == "user" and not (end.at.thread and ":" in end.at.thread.waits_on)
+    alone &= end.place.kind == "user" and not (end.place.thread and ":" in end.place.thread.waits_on)
     text = row.text + case.describe_place(keys[0])
     if row.kind == "disk":
         text += f" ({case.graph.processes[keys[0]].file or 'state D'})"
-    sure = alone and end.at.motion == "still" and source == RAN
+    sure = alone and end.place.motion == "still" and source == RAN
     counts, process, thread = "no thread that runs a task", case.graph.processes.get(keys[0]), case.at(keys[0]).thread
     if process is not None and thread is not None:
         moves = f"{thread.switches} context switches and {thread.ticks} ticks in {process.window_s:.1f} s"
@@ -234,7 +234,7 @@ def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) ->
 
 def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
     """Return the facts about the processes at the end of a wait."""
-    at, collective = [case.at(key) for key in keys], wait.kind == "collective"
+    places, collective = [case.at(key) for key in keys], wait.kind == "collective"
     # Others wait in a collective for as long as this one stands; outside, it may rest just in the moment of the look.
     ages = [case.age(key, by_call=collective)[0] for key in keys]
     age = min(known for known in ages if known is not None) if None not in ages else None
@@ -244,9 +244,9 @@ def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
     reached = case.graph.reach(wait.waiters)
     missing = wait.workers is not None and wait.workers.missing and not case.snapshot.partial
     return _End(
-        at=at[0],
-        alike=len({(place.kind, place.motion == "disk", place.where) for place in at}) == 1
-        and not any(place.moves for place in at),
+        place=places[0],
+        alike=len({(place.kind, place.motion == "disk", place.where) for place in places}) == 1
+        and not any(place.moves for place in places),
         age=age,
         waited=waited or 0.0,
         young=collective and (waited or 0.0) < case.after_s,
@@ -260,14 +260,15 @@ def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
         and len(keys) == 1
         and keys[0].startswith("task:")
         and (case.call_age(keys[0]) or 0.0) >= case.after_s
-        and not at[0].moves,
+        and not places[0].moves,
     )
 
 
 def _caller_waits(case: Case, key: str, wait: Wait) -> bool:
     """Return whether the maker of an idle actor waits for those that wait, and no call waits for its arguments."""
     graph, actor = case.graph, case.graph.actors.get(key)
-    owner = next((of for of, one in graph.actors.items() if actor and one.worker_id == actor.owner), case.graph.driver)
+    owners = (other for other, maker in graph.actors.items() if actor and maker.worker_id == actor.owner)
+    owner = next(owners, graph.driver)
     if any(task.actor_id == key and task.state != "RUNNING" for task in graph.tasks.values()):
         return False
     waits = [other for other in graph.waits if other.certain and owner in other.waiters]
@@ -276,13 +277,13 @@ def _caller_waits(case: Case, key: str, wait: Wait) -> bool:
 
 def _all_inside(case: Case, wait: Wait) -> Finding | None:
     """Say of a worker set whose members are all in a collective whether it is the same one."""
-    workers, at = wait.workers, [case.at(key) for key in wait.waiters]
-    if len(at) < 2 or workers is None or (workers.missing and not case.snapshot.partial):
+    workers, places = wait.workers, [case.at(key) for key in wait.waiters]
+    if len(places) < 2 or workers is None or (workers.missing and not case.snapshot.partial):
         return None
     # Ranks that spin or wake up, and whose calls Ray does not list, as those of Ray Train, may have waited for long.
-    ages = [place.since_s for place in at if place.motion == "still" and place.since_s is not None]
+    ages = [place.since_s for place in places if place.motion == "still" and place.since_s is not None]
     age = min(ages, default=case.waited(wait))
-    if any(place.moves for place in at) or (age is not None and age < case.after_s):
+    if any(place.moves for place in places) or (age is not None and age < case.after_s):
         return None
     classes = {tuple(frame for frame in case.at(key).where if frame.line or frame == case.at(key).where[0]): key
                for key in wait.waiters}  # fmt: skip
@@ -291,7 +292,7 @@ def _all_inside(case: Case, wait: Wait) -> Finding | None:
         listed = [case.suspect(key, "one of those that stand there") for key in [*classes.values()][:MOST_SUSPECTS]]
         more = {"remedy": _RECORDS, "suspects": tuple(listed)}
         return case.say("mismatch", wait.waiters, text, wait, workers=workers, **more)
-    inner = at[0].inner.function if at[0].inner else "a collective"
+    inner = places[0].inner.function if places[0].inner else "a collective"
     text = f"wait in {inner}: what they wait for is outside of Python"
     return case.say("together", wait.waiters, text, wait, workers=workers, remedy=_RECORDS)
 
@@ -302,7 +303,7 @@ def _standing(case: Case) -> list[str]:
     They run a call, or code of the job on a thread of a library, and do not wait for anything that is known. If
     somebody may wait for their call, it is enough that they were not seen to move.
     """
-    graph, found = case.graph, list[str]()
+    graph, standing = case.graph, list[str]()
     waits = {key for wait in graph.waits if wait.kind != "calls" for key in wait.waiters}
     targets = {key for wait in graph.waits for key in wait.targets}
     asleep = case.sleeps(graph.driver)
@@ -310,22 +311,22 @@ def _standing(case: Case) -> list[str]:
     awaited = (wait for wait in graph.waits if wait.kind != "collective" and idle.isdisjoint(wait.waiters))
     called = {key for wait in awaited for key in wait.targets} - graph.absent
     for key in [*graph.positions, *sorted(called - graph.positions.keys())]:
-        at, call = case.at(key), case.call_age(key)
-        if key in waits or key in graph.infrastructure or at.motion == "stopped":
+        place, call = case.at(key), case.call_age(key)
+        if key in waits or key in graph.infrastructure or place.motion == "stopped":
             continue
-        if key not in called and at.kind in ("idle", "unread", "channel"):
+        if key not in called and place.kind in ("idle", "unread", "channel"):
             continue
-        if at.kind == "opaque" and (call is None or key not in targets):
+        if place.kind == "opaque" and (call is None or key not in targets):
             continue
-        if key == graph.driver and (asleep or at.kind == "opaque" or key in graph.waiters):
+        if key == graph.driver and (asleep or place.kind == "opaque" or key in graph.waiters):
             continue
         age = call if (own := case.age(key)[0]) is None else own
         if key in called:
-            stands = not at.moves and not (at.kind == "unread" and key in graph.processes)
-            found += [key] if stands and (age is None or age >= case.after_s) else []
-        elif (at.stands or (at.kind == "opaque" and not at.moves)) and (age or 0.0) >= case.after_s:
-            found.append(key)
-    return found
+            stands = not place.moves and not (place.kind == "unread" and key in graph.processes)
+            standing += [key] if stands and (age is None or age >= case.after_s) else []
+        elif (place.stands or (place.kind == "opaque" and not place.moves)) and (age or 0.0) >= case.after_s:
+            standing.append(key)
+    return standing
 
 
 def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
@@ -335,7 +336,7 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
     """
     graph = case.graph
     others = [graph.positions[key] for key in graph.positions.keys() - graph.infrastructure - {graph.driver}]
-    unknown = any(at.kind == "unread" or (at.mixed and at.kind != "library") for at in others)
+    unknown = any(place.kind == "unread" or (place.mixed and place.kind != "library") for place in others)
     unknown |= case.at(graph.driver).kind == "unread"
     if unknown or case.moving() or any(wait.kind == "collective" for wait in graph.waits):
         return None
@@ -357,8 +358,8 @@ def _find_only(case: Case, explained: Collection[str]) -> Finding | None:
 
 def _is_all_awaited(case: Case, key: str) -> bool:
     """Return whether all that is not idle waits for the coroutines of an actor, and nothing in it will wake them up."""
-    graph, process, at = case.graph, case.graph.processes.get(key), case.at(key)
-    if process is None or at.kind != "opaque" or at.thread is not None or graph.next.get(key):
+    graph, process, position = case.graph, case.graph.processes.get(key), case.at(key)
+    if process is None or position.kind != "opaque" or position.thread is not None or graph.next.get(key):
         return False
     works = process.ticks > WAKING_TICKS or any(child.ticks for child in process.children)
     if works or not case.awaits(key) or any(find_own(thread.stack) for thread in process.threads):
@@ -374,9 +375,9 @@ def _is_all_awaited(case: Case, key: str) -> bool:
 
 # What is said of the only process that stands, before the rows for the ends of waits that are certain.
 _ONLY = (
-    _Row("late", lambda end: end.at.kind == "opaque",
+    _Row("late", lambda end: end.place.kind == "opaque",
          "runs calls in coroutines, which show no position, and its event loop rests without a timer", blames=True),
-    _Row("late", lambda end: end.at.kind == "ray-get",
+    _Row("late", lambda end: end.place.kind == "ray-get",
          "waits for a queue or a barrier of Ray, for which nobody else does anything", blames=True),
 )  # fmt: skip
 
@@ -391,15 +392,15 @@ def _find_callers(case: Case) -> list[str]:
     return [key for key in callers if (case.call_age(key) or 0.0) >= case.after_s]
 
 
-def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding]) -> list[Finding]:
+def _list_suspects(case: Case, suspects: dict[str, str], findings: Sequence[Finding]) -> list[Finding]:
     """Return one finding that lists the processes of which any may be the cause, those that stand for longest first."""
-    spoken = [finding for finding in found if finding.kind != "working"]
+    spoken = [finding for finding in findings if finding.kind != "working"]
     said = {(finding.node, finding.pid) for finding in spoken}
-    said |= {(one.node, one.pid) for finding in spoken for one in finding.suspects}
+    said |= {(suspect.node, suspect.pid) for finding in spoken for suspect in finding.suspects}
     order = {"user": 0, "library": 1}
     rated = [(order.get(case.at(key).kind, 2), case.suspect(key, text)) for key, text in suspects.items()]
     rated.sort(key=lambda pair: (pair[0], -(pair[1].since_s or 0.0), pair[1].pid))
-    listed = [one for _, one in rated if (one.node, one.pid) not in said or not one.pid]
+    listed = [suspect for _, suspect in rated if (suspect.node, suspect.pid) not in said or not suspect.pid]
     if not listed:
         return []
     alone = len(listed) == 1
@@ -412,7 +413,7 @@ def _list_suspects(case: Case, suspects: dict[str, str], found: Sequence[Finding
 
 def _find_unread(case: Case, named: Collection[str]) -> list[Finding]:
     """Name the processes whose waits are not known, except for some that other findings name: any of them may hang."""
-    graph, found = case.graph, list[Finding]()
+    graph, findings = case.graph, list[Finding]()
     left = sorted(graph.processes.keys() - {*named}, key=lambda key: (key != case.graph.driver, key))
     known = {key for wait in graph.waits for key in wait.waiters}
     gets = [key for key in left if case.at(key).kind == "ray-get" and key not in known]
@@ -433,5 +434,5 @@ def _find_unread(case: Case, named: Collection[str]) -> list[Finding]:
             notes = {graph.processes[key].note: None for key in keys if graph.processes[key].note}
             facts = tuple(Evidence("probe", note) for note in notes)
             finding = case.say("undecided", keys, text, None, confidence="guess", subject=subject, evidence=facts)
-            found.append(finding if len(keys) == 1 else replace(finding, pid=0, node="", where=()))
-    return found
+            findings.append(finding if len(keys) == 1 else replace(finding, pid=0, node="", where=()))
+    return findings

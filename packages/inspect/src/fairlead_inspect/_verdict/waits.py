@@ -152,9 +152,9 @@ class Graph:
         return ()
 
 
-def add_label(at: Position, label: Mapping[str, Any]) -> Position:
+def add_label(place: Position, label: Mapping[str, Any]) -> Position:
     """Return the position of a process; one that has recorded that it waits for others is in a collective."""
-    return replace(at, kind="collective") if label.get("waiting") and at.kind != "idle" else at
+    return replace(place, kind="collective") if label.get("waiting") and place.kind != "idle" else place
 
 
 def make_graph(snapshot: Snapshot, job: Job, worker_sets: Iterable[WorkerSet]) -> Graph:
@@ -190,22 +190,26 @@ def _find_collective(graph: Graph, workers: WorkerSet, now: float) -> Wait | Non
     Who waits for a device may do so in a collective, or in the backward pass of a distributed model: that is assumed
     only if a member stands elsewhere.
     """
-    at = {member.key: graph.positions[member.key] for member in workers.members if member.key in graph.positions}
-    places = {place.where for place in at.values()}
+    members = {member.key: graph.positions[member.key] for member in workers.members if member.key in graph.positions}
+    places = {place.where for place in members.values()}
     inside = [
         key
-        for key, place in at.items()
+        for key, place in members.items()
         if place.kind == "collective" or (place.backward and place.stands and len(places) > 1)
     ]
-    if len(at) < len(workers.members) or any(place.kind not in ("collective", "device") for place in at.values()):
+    if len(members) < len(workers.members) or any(
+        place.kind not in ("collective", "device") for place in members.values()
+    ):
         inside = [
-            key for key, place in at.items() if place.kind == "collective" or (place.kind == "device" and place.stands)
+            key
+            for key, place in members.items()
+            if place.kind == "collective" or (place.kind == "device" and place.stands)
         ]
     # Of the others, those that wait for something else lead on to it.
     absent = [member.key for member in workers.members if member.key not in inside and member.key in graph.actors]
     if workers.world_size is None:
         # Those that are left go on without one whose end was intended, or was long before they began to wait.
-        began = now - max((at[key].since_s or 0.0 for key in inside), default=0.0)
+        began = now - max((members[key].since_s or 0.0 for key in inside), default=0.0)
         deaths = {key: death for key in absent if (death := graph.actors[key].death) is not None}
         gone = {key for key, death in deaths.items() if death.intended or began - death.at > GOES_ON_S}
         absent = [key for key in absent if key not in gone]
@@ -217,7 +221,7 @@ def _find_collective(graph: Graph, workers: WorkerSet, now: float) -> Wait | Non
         titles = {graph.processes[key].title for key in (*inside, *absent) if key in graph.processes}
         certain &= len(titles) < 2 and (workers.confidence != "guess" or (len(absent) < 2 <= len(inside)))
     # On a device each may wait for itself.
-    joined = any(at[key].kind == "collective" for key in inside)
+    joined = any(members[key].kind == "collective" for key in inside)
     certain &= joined or (workers.confidence == "certain" and len(absent) < len(inside) > 1)
     if not inside or not (joined or (absent and certain)):
         return None
@@ -226,9 +230,9 @@ def _find_collective(graph: Graph, workers: WorkerSet, now: float) -> Wait | Non
 
 def _find_gets(graph: Graph, key: str, finished: Container[str]) -> list[Wait]:
     """Return what a process waits for in `ray.get`, where it needs all, and in `ray.wait`, where any may do."""
-    at, waits = graph.positions[key], []
+    place, waits = graph.positions[key], []
     # Any thread of a driver may be the one that matters, unless it works meanwhile.
-    alone = not at.mixed or (key.startswith("driver:") and not at.moves)
+    alone = not place.mixed or (key.startswith("driver:") and not place.moves)
     kinds: tuple[tuple[WaitKind, bool], ...] = (("get", False), ("wait", True))
     for thread, (kind, any_) in product(graph.processes[key].threads, kinds):
         chosen = [reference for reference in thread.references if reference.any is any_]
@@ -281,9 +285,9 @@ def _find_calls(graph: Graph, read: Container[str]) -> list[Wait]:
         if busy and key not in graph.infrastructure and actor.owner in owners:
             called.setdefault(owners[actor.owner], {})[key] = None
     waits = []
-    for key, at in graph.positions.items():
-        unreadable = key in graph.infrastructure or at.kind in _UNREADABLE or key.startswith("driver:")
+    for key, place in graph.positions.items():
+        unreadable = key in graph.infrastructure or place.kind in _UNREADABLE or key.startswith("driver:")
         targets = tuple(target for target in called.get(key, ()) if target != key)
-        if key not in read and unreadable and targets and at.motion != "moving":
+        if key not in read and unreadable and targets and place.motion != "moving":
             waits.append(Wait("calls", (key,), targets, certain=False))
     return waits
