@@ -239,18 +239,16 @@ class Arrivals:
 
     def outcomes(self) -> list[Outcome]:
         """Return the outcome of each worker; of those that return no result, only the errors."""
-        errors = dict[int, BaseException]()
-        if pending := self.pending():
-            late = None if self._cancelled else self.late_error(pending)  # one request a node
-            for number, position in enumerate(pending):
-                rank = self._ranks[position]
-                errors[position] = replace(late, late=(late.late[number],)) if late else self._cancelled_error(rank)
+        late: BaseException | None = None
+        if pending := dict.fromkeys(self.pending()):
+            ranks = [self._ranks[position] for position in pending]
+            late = self._cancelled_error(*ranks) if self._cancelled else self.late_error(list(pending))
         wanted, others = self.sent.call.recipients.positions
         outcomes = [
-            self.make_outcome(position, error=errors[position]) if position in errors else self.outcome(position)
+            self.make_outcome(position, error=late) if position in pending else self.outcome(position)
             for position in (*wanted, *others)
         ]
-        return [outcome for number, outcome in enumerate(outcomes) if number < len(wanted) or outcome.error is not None]
+        return outcomes[: len(wanted)] + [outcome for outcome in outcomes[len(wanted) :] if outcome.error is not None]
 
     def make_outcome(self, position: int, value: Any = None, error: BaseException | None = None) -> Outcome:
         """Return the outcome of the worker at a position."""
