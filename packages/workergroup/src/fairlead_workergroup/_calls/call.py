@@ -152,12 +152,6 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     def __aiter__(self) -> AsyncIterator[Outcome]:
         return ResultStream(self._iterate)
 
-    def __hash__(self) -> int:
-        return object.__hash__(self)
-
-    def __eq__(self, other: object) -> bool:  # not that of a `MultiWorkerFuture`
-        return self is other
-
     def __repr__(self) -> str:
         if self._cancelled:
             state = "cancelled"

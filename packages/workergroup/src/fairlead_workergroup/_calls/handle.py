@@ -161,17 +161,12 @@ class GroupHandle(TypedCalls):
 
     def _connect(self) -> "_ClientCore":
         """Return the core of this process, which is made at the first use."""
-        if (core := self._core) is not None and core.connected:
-            return core
         with self._lock:
-            if (core := self._core) is not None and core.connected:
-                return core  # another thread has just made it
-            self._identity.connect()
-            with head_deadline(HEAD_S):
-                group = self._identity.read()
-                core = _ClientCore(self._identity, group, self._lock)
-            self._core = core
-        return core
+            if self._core is None or not self._core.connected:
+                self._identity.connect()
+                with head_deadline(HEAD_S):
+                    self._core = _ClientCore(self._identity, self._identity.read(), self._lock)
+            return self._core
 
 
 def attach(name: str, address: str | None = None) -> GroupHandle:

@@ -55,7 +55,7 @@ class Outcome:
     error: BaseException | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class MultiWorkerFuture:
     """The futures of one call to several workers; compatible with NeMo RL.
 
