@@ -24,7 +24,7 @@ from ray import cloudpickle
 from fairlead_placement import Slot
 from fairlead_workergroup._observe import query
 from fairlead_workergroup._remote.process import start_tick
-from fairlead_workergroup._remote.progress import Record
+from fairlead_workergroup._remote.record import Record
 
 
 class Head:

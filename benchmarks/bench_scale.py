@@ -29,11 +29,11 @@ from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan, make_requests
 from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._model import GroupState, Member, RestartPolicy
-from fairlead_workergroup._observer import Observer
 from fairlead_workergroup._start.environment import WorkerPython
 from fairlead_workergroup._start.launch import WINDOW, create_actors, plan_workers, wait_started
 from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import Method, WorkerClass
+from fairlead_workergroup._status import read_statuses
 from fairlead_workergroup._world import Deadline
 
 NODES, PER_NODE, ROUNDS = 8, 16, 2
@@ -104,9 +104,8 @@ def simulated_rows() -> Iterator[Row]:
 
     yield from _call_rows(sharding, core.now.members)
 
-    look = Observer(core)
     with agents.installed([place.slot.node_id for place in places]):
-        statuses = look.read_status(300.0)
+        statuses = read_statuses(core, 300.0)
     assert len(statuses) == count
     assert {status.state for status in statuses} == {"idle"}
     requests, moved = agents.requests, agents.bytes_moved / count

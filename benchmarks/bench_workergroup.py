@@ -31,7 +31,7 @@ from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan, make_requests
 from fairlead_workergroup._observe import query
 from fairlead_workergroup._observe.query import ask_nodes
-from fairlead_workergroup._remote import progress as _records
+from fairlead_workergroup._remote import node as _node
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._start.worker_class import Method
 
@@ -228,7 +228,7 @@ RECORDS = 64
 # A separate process without threads runs this code, because it forks. Each child writes the record of a busy worker.
 WRITERS = f"""
 import os, signal, sys
-from fairlead_workergroup._remote.progress import Record
+from fairlead_workergroup._remote.record import Record
 pids = []
 for _ in range({RECORDS}):
     if (pid := os.fork()) == 0:
@@ -280,7 +280,7 @@ def _status_rows() -> Iterator[Row]:
                     group.get_worker_status()
 
                 def read_all() -> None:
-                    read = ask_nodes(facts, _records.look, 300.0, False)
+                    read = ask_nodes(facts, _node.look, 300.0, False)
                     assert sum(one.get("method") == "step" for one in read) == RECORDS
 
                 for what, look in (

@@ -39,6 +39,17 @@ def test_reference(folder):
     assert read_exports(folder) - {*entries} == set()
 
 
+def test_docstrings_are_linked():
+    """A page of the reference that shows docstrings alone links the files that have them, for readers of the text."""
+    pages = [*(ROOT / "docs/reference").glob("*/*.md"), ROOT / "docs/reference/verl.md"]
+    for page in [page for page in pages if page.stem != "errors"]:
+        text = page.read_text(encoding="utf-8")
+        files = [page.parent / link for link in re.findall(r"\]\(([\w./-]+\.py)\)", text)]
+        code = "".join(file.read_text(encoding="utf-8") for file in files)
+        for name in re.findall(r"^\.\. auto(?:class|function|exception)::.*\.(\w+)$", text, re.MULTILINE):
+            assert re.search(rf"^(?:class|def|async def) {name}\b", code, re.MULTILINE), f"{page}: {name}"
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_errors(folder):
     """The page of errors of a package has a row for each public error, which says when it is raised and what to do."""
@@ -66,6 +77,29 @@ def test_variables():
     tools += ROOT.glob("integration-tests/**/*.py")
     code += "".join(path.read_text(encoding="utf-8") for path in tools)
     assert [name for name in sorted(listed) if name not in code] == []
+
+
+def read_constant(file: Path, name: str) -> ast.expr:
+    """Return the value that a module assigns to a name."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and name in ast.unparse(node).split("=")[0].split(":")[0]:
+            return node.value
+    raise AssertionError(f"{file.name} has no {name}")
+
+
+def test_verdicts():
+    """The guide has a row for each word with which `why` begins a finding, and the reference one for each kind."""
+    source = ROOT / "packages/inspect/src/fairlead_inspect"
+    words = ast.literal_eval(read_constant(source / "_show.py", "WORDS"))
+    words_said = {*words.values(), ast.literal_eval(read_constant(source / "_show.py", "BLAMES"))}
+    rows = re.findall(r"^\| `([A-Z]+)` \|.*\| [^|]*[014][^|]* \| [^|]+ \|$", read("guides/hung-jobs.md"), re.MULTILINE)
+    assert sorted(rows) == sorted(words_said)
+    kinds = {
+        node.value for node in ast.walk(read_constant(source / "model.py", "Kind")) if isinstance(node, ast.Constant)
+    }
+    assert words.keys() | {"late", "disk", "node-lost"} == kinds, "these kinds always blame"
+    table = "".join(re.findall(r"^\| `[a-z].*\|$", read("reference/inspect/command-line.md"), re.MULTILINE))
+    assert {kind for kind in kinds if f"`{kind}`" not in table} == set()
 
 
 def test_hardware():

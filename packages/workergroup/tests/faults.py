@@ -20,8 +20,8 @@ from ray.experimental.locations import get_local_object_locations
 
 from fairlead_placement import PlacementError, PlacementTimeoutError, extension
 from fairlead_placement._nodes import head as placement_head
-from fairlead_workergroup import _observer, _world
 from fairlead_workergroup import _replies as replies
+from fairlead_workergroup import _status, _world
 from fairlead_workergroup._calls import handle
 from fairlead_workergroup._membership import (
     change,
@@ -33,11 +33,11 @@ from fairlead_workergroup._membership import (
 )
 from fairlead_workergroup._observe import (
     board,
-    display,
     head,
+    progress_bar,
     query,
 )
-from fairlead_workergroup._remote import process, progress
+from fairlead_workergroup._remote import process, record
 from fairlead_workergroup._start import builder, launch
 
 Patch = pytest.MonkeyPatch
@@ -159,16 +159,16 @@ def keep_processes_alive(patch: Patch) -> None:
 
 def let_nodes_report(patch: Patch, rows: Mapping[int, Mapping[str, Any] | None]) -> None:
     """Let the nodes answer a look at workers with these rows, given by rank; without one, a node is silent."""
-    patch.setattr(_observer, "ask_nodes", lambda workers, *_: [rows.get(worker.rank) for worker in workers])
+    patch.setattr(_status, "ask_nodes", lambda workers, *_: [rows.get(worker.rank) for worker in workers])
 
 
 @contextlib.contextmanager
 def unreadable_record(pid: int) -> Iterator[None]:
     """Let the record of what a worker does look as if the worker wrote it all the time."""
-    file = progress.open_record(pid)
-    page = os.pread(file, progress.CANCELLED_AT, 0)
-    for at in progress.STATES_AT:
-        os.pwrite(file, b"x" * 8, at + struct.calcsize(progress.STATE) - 8)
+    file = record.open_record(pid)
+    page = os.pread(file, record.CANCELLED_AT, 0)
+    for at in record.STATES_AT:
+        os.pwrite(file, b"x" * 8, at + struct.calcsize(record.STATE) - 8)
     try:
         yield
     finally:
@@ -288,7 +288,7 @@ def act_before_a_call_is_sent(patch: Patch, act: Callable[[], object]) -> None:
 def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
     """Let `act` run whenever a start of workers waits for these ranks, and for no others."""
 
-    class Bar(display.Bar):
+    class Bar(progress_bar.Bar):
         def show(self, done: int, *, waiting_for: Sequence[int] = ()) -> None:
             if list(waiting_for) == ranks:
                 act()

@@ -138,7 +138,8 @@ def parse(node_id: str, answer: Mapping[str, Any]) -> list[model.Process]:
         for fields in row["threads"]:
             stacks = {"stack": read(fields["stack"]), "before": fields["before"] and read(fields["before"])}
             references = tuple(model.Reference(*reference) for reference in fields["references"])
-            threads.append(model.Thread(**{**fields, **stacks, "references": references}))
+            request = fields["request"] and model.Request(*fields["request"])
+            threads.append(model.Thread(**{**fields, **stacks, "references": references, "request": request}))
         children = tuple(
             model.Child(**{**fields, "stack": read(fields.get("stack", ()))}) for fields in row["children"]
         )

@@ -19,7 +19,7 @@ from ._verdict.positions import TICKS_PER_S, Position, find_own, frames_of_code,
 from ._verdict.rules import exit_status
 from ._verdict.waits import add_label
 from ._worker_sets import find_worker_sets
-from .model import Actor, Finding, Frame, Job, Member, Snapshot, Stack, StackClass, Suspect, Waiting, WorkerSet
+from .model import Actor, Finding, Frame, Job, Kind, Member, Snapshot, Stack, StackClass, Suspect, Waiting, WorkerSet
 
 # Of the JSON; fields are added, and never renamed.
 SCHEMA = 2
@@ -31,7 +31,13 @@ _SECRETS = (
     (re.compile(rf"(?i)({_NAME}){_VALUE}"), r"\1***"),
     (re.compile(r"://[^@\s]+@"), "://***@"),
 )
-_HEADS = {"working": "WORKS", "undecided": "UNDECIDED", "together": "WAIT", "mismatch": "MISMATCH", "driver": "DRIVER"}
+# The first word of a finding: this one if it blames, and else one of the others. The guide explains each.
+BLAMES = "HANGS"
+WORDS: Mapping[Kind, str] = {
+    "working": "WORKS", "pending": "PENDING", "missing": "MISSING", "dead": "DEAD", "stopped": "STOPPED",
+    "deadlock": "DEADLOCK", "mismatch": "MISMATCH", "together": "WAIT", "node-silent": "SILENT", "driver": "DRIVER",
+    "undecided": "UNDECIDED",
+}  # fmt: skip
 MOST_ROWS = 200
 # Of a report, wide enough that few lines are broken.
 WIDTH = 160
@@ -107,8 +113,9 @@ def _place(frame: Frame) -> str:
     return f"{name}:{frame.line}" if frame.line else name
 
 
-def _write_since(since_s: float | None) -> str:
-    return "" if since_s is None else f", for {write_seconds(since_s)}"
+def _write_since(since_s: float | None, limit_s: float | None = None) -> str:
+    limit = "" if limit_s is None else f" of {write_seconds(limit_s)}"
+    return "" if since_s is None else f", for {write_seconds(since_s)}{limit}"
 
 
 def _write_process(process: Finding | Suspect) -> str:
@@ -178,7 +185,8 @@ def _draw_finding(finding: Finding, members: Mapping[str, Member]) -> Renderable
     if finding.blames and finding.ranks and finding.rank_confidence:
         sure = f"rank: {finding.rank_confidence}, {sure}"
     place = "" if listed else _write_process(finding)
-    said = f"{_name(finding, members)}{place}{_write_since(finding.since_s)}: {finding.text} ({finding.kind}; {sure})"
+    since = _write_since(finding.since_s, finding.limit_s)
+    said = f"{_name(finding, members)}{place}{since}: {finding.text} ({finding.kind}; {sure})"
     suspects = (
         f"{suspect.name}{_write_process(suspect)}{_write_since(suspect.since_s)}: "
         f"{write_stack(suspect.where)} ({suspect.text})"
@@ -195,7 +203,7 @@ def _draw_finding(finding: Finding, members: Mapping[str, Member]) -> Renderable
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column()
-    head = "HANGS" if finding.blames else _HEADS.get(finding.kind, finding.kind.upper())
+    head = BLAMES if finding.blames else WORDS[finding.kind]
     grid.add_row(Text(head, style="bold red" if finding.blames else "bold"), Text(clean(said), style="bold"))
     for label, text in rows:
         if text:

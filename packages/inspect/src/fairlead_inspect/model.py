@@ -42,13 +42,24 @@ class Reference:
 
 
 @dataclass(frozen=True)
+class Request:
+    """A wait inside of a function of Fairlead: what it wants and lacks, for how long it has waited, and the limit."""
+
+    function: str
+    wants: str = ""
+    lacks: str = ""
+    since_s: float | None = None
+    limit_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Thread:
     """A thread of a process at two moments: counts are between them, and None if unknown, as is when it ran last.
 
     `stack` is of the later one, innermost frame first, and `before` of the earlier one, None if it was not read then.
     `waits_inside` says whether the innermost line waits for a device or another rank in native code, and `waits_on`
     what it waits for in the kernel, such as "time.sleep" or "10.0.0.9:443". It waits for the `references`, and for
-    further objects, as many as `unread`, whose ids could not be read.
+    further objects, as many as `unread`, whose ids could not be read; `request` is what it waits for in Fairlead.
     """
 
     tid: int
@@ -63,6 +74,7 @@ class Thread:
     references: tuple[Reference, ...] = ()
     unread: int = 0
     waits_on: str = ""
+    request: Request | None = None
 
 
 @dataclass(frozen=True)
@@ -381,6 +393,7 @@ class Finding:
         where: the frames at which that stands, innermost first.
         since_s: for how long, in seconds; None if that is not known.
         since_source: what says so.
+        limit_s: the seconds after which it is late, or gives up; None if there is no limit, or it does not matter.
         waiting: who waits for it.
         chain: the waits that lead to it.
         evidence: the facts behind it.
@@ -412,3 +425,4 @@ class Finding:
     rank_confidence: Confidence | None = None
     task: str = ""
     suspects: tuple[Suspect, ...] = ()
+    limit_s: float | None = None

@@ -28,7 +28,7 @@ def answer(numbers):
         group, rank = divmod(number, 500)
         stack = hung if (group, rank) == (0, 37) else meets
         thread = {"tid": 1000 + number, "stack": stack, "before": None, "ticks": 0, "switches": 0}
-        thread |= {"last_ran_s": 100.0, "references": []}
+        thread |= {"last_ran_s": 100.0, "references": [], "request": None}
         row = {"pid": 1000 + number, "title": "ray::W.train", "threads": [thread], "children": [], "records": []}
         rows.append(row | {"environ": environ(rank, 500, group)})
     return {"processes": rows, "notes": []}

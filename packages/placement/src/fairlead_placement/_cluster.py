@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The virtual cluster: a part of a Ray cluster, reserved as if it were a cluster of its own."""
 
-import itertools
 import uuid
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
@@ -75,10 +73,6 @@ class RayVirtualCluster:
     >>> cluster.world_size(), cluster.node_count()
     (6, 2)
     """
-
-    # Of a view, its cluster, and its slots, as numbers among those of a logical node, which stay if a slot is replaced.
-    _parent: "RayVirtualCluster | None" = None
-    _places: frozenset[tuple[int, int]] | None = None
 
     def __init__(
         self,
@@ -162,18 +156,13 @@ class RayVirtualCluster:
     @property
     def _counts(self) -> tuple[int, ...]:
         """The number of bundles of each logical node."""
-        counts = tuple(ask.count for ask in self._holding.request.asks)
-        if self._places is None:
-            return counts
-        mine = Counter(node_idx for node_idx, _ in self._places)
-        return tuple(mine[node_idx] for node_idx in range(len(counts)))
+        return tuple(ask.count for ask in self._holding.request.asks)
 
     def __repr__(self) -> str:
         held = self._holding.held
         state = "not reserved" if held is None else "its Ray has been shut down" if held.ray_ended else "reserved"
         kind = ", ".join(self._holding.request.accelerators) or "CPU"
-        what = "RayVirtualCluster" if self._parent is None else "view of RayVirtualCluster"
-        return f"{what}({list(self._counts)}, {kind}, name={self.name!r}, {state})"
+        return f"RayVirtualCluster({list(self._counts)}, {kind}, name={self.name!r}, {state})"
 
     @property
     def max_colocated_worker_groups(self) -> int:
@@ -225,7 +214,7 @@ class RayVirtualCluster:
             PlacementTimeoutError: others held what it needs until the deadline.
             HeadTimeoutError: Ray's head did not answer within `reserve_timeout_s`.
             PlacementError: it is reserved with another `unified`, or on a Ray that has been shut down; or Ray is not
-                running; or this is a view of a cluster that has been shut down.
+                running.
         """
         if (held := self._holding.held) is not None:
             if held.ray_ended:
@@ -236,8 +225,6 @@ class RayVirtualCluster:
                     f"unified={unified}"
                 )
             return self
-        if self._parent is not None:
-            raise PlacementError(f"{self!r}: the cluster it was taken from has been shut down; split that again")
         if unified and self._holding.request.gpu_ids:
             raise ValueError(f"{self!r} has gpu_ids, so each logical node has a placement group: leave out unified")
         self._holding.reserve(unified=unified)
@@ -253,17 +240,9 @@ class RayVirtualCluster:
 
         A slot that has replaced a lost one is in its place.
         """
-        return tuple(self._own_places().values())
-
-    def _own_places(self) -> dict[tuple[int, int], Slot]:
         self.reserve(unified=self._holding.request.unified)
-        held, places, counted = self._holding.held, {}, Counter[int]()
-        for slot in held.slots if held else ():
-            place = slot.node_idx, counted[slot.node_idx]
-            counted[slot.node_idx] += 1
-            if self._places is None or place in self._places:
-                places[place] = slot
-        return places
+        held = self._holding.held
+        return held.slots if held else ()
 
     def replace_lost_nodes(self, timeout_s: float = 180.0) -> tuple[Slot, ...]:
         """Reserve the slots of lost nodes again, on other nodes. The other slots do not change, and stay usable.
@@ -288,41 +267,7 @@ class RayVirtualCluster:
                 "segment_size, or is unified. Call shutdown(), and reserve it again."
             )
         self.slots()
-        new = self._holding.replace_lost(timeout_s=timeout_s)
-        mine = set(self.slots())
-        return tuple(slot for slot in new if slot in mine)
-
-    def split(self, sizes: Sequence[int]) -> "tuple[RayVirtualCluster, ...]":
-        """Return views over the reservation: the first `sizes[0]` slots, the next `sizes[1]`, and so on. Reserves.
-
-        A view is a cluster without a reservation of its own: its `shutdown` releases nothing. Sizes that are not
-        positive, or do not add up to the whole cluster, are a ValueError.
-        """
-        for size in sizes:
-            check_positive("a size", size)
-        if sum(sizes) != self.world_size():
-            raise ValueError(
-                f"sizes {list(sizes)} are {sum(sizes)} slots together; the cluster has {self.world_size()}"
-            )
-        places = iter(self._own_places())
-        return tuple(self._view(itertools.islice(places, size)) for size in sizes)
-
-    def select(self, *, node_idx: int | Iterable[int]) -> "RayVirtualCluster":
-        """Return a view of the slots of some logical nodes; an IndexError if one is not in use. Reserves."""
-        wanted = {node_idx} if isinstance(node_idx, int) else set(node_idx)
-        places = self._own_places()
-        used = {place[0] for place in places}
-        if not wanted or not wanted <= used:
-            raise IndexError(f"logical node(s) {sorted(wanted - used)} are not in use; these are: {sorted(used)}")
-        return self._view(place for place in places if place[0] in wanted)
-
-    def _view(self, places: Iterable[tuple[int, int]]) -> "RayVirtualCluster":
-        """Return a view of some slots of this cluster."""
-        view = object.__new__(RayVirtualCluster)
-        view.__dict__.update(self.__dict__)
-        view._parent = self  # keeps it alive: a dropped cluster releases its reservation
-        view._places = frozenset(places)
-        return view
+        return self._holding.replace_lost(timeout_s=timeout_s)
 
     def get_master_address_and_port(self) -> tuple[str, int]:
         """Return the address of the first slot's node and a new port that is leased there until `shutdown()`.
@@ -406,16 +351,15 @@ class RayVirtualCluster:
     def shutdown(self) -> bool:
         """Release leased ports and placement groups, with everything that runs in them.
 
-        Waits at most 30 s until Ray has the resources. Can be repeated, and is safe after Ray has ended. A view
-        releases nothing. A method of another thread that changes the cluster fails.
+        Waits at most 30 s until Ray has the resources. Can be repeated, and is safe after Ray has ended. A method that
+        changes the cluster at the time, on another thread or below a signal handler, fails and releases what it took.
 
         Raises:
-            PlacementError: Ray did not have the resources back in time; or this is a signal handler in the middle of
-                `reserve`, which then fails and releases what it has taken.
+            PlacementError: Ray did not have the resources back in time.
             PlacementTimeoutError: a method of another thread has not ended in time. It releases what it has taken.
             HeadTimeoutError: Ray's head did not answer. It removes the groups in the background once it answers.
         """
-        if self._parent is None and not self._holding.give_back():
+        if not self._holding.give_back():
             raise PlacementError(
                 f"Ray did not return the resources of {self!r} within {GIVE_BACK_S:g} s. The groups are removed, but a "
                 "process in them may still be ending: look at its node."

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -160,17 +161,36 @@ def find_target(named: str | None, *, private: bool = False) -> tuple[str, str, 
     others = _list_clusters()
     if private and len(others) == 1:
         return others[0].address, f"process {others[0].starter} started", False
+    missing = (
+        '"auto" found no Ray cluster that is named, announced, or started by init_ray with the same '
+        "CUDA_VISIBLE_DEVICES."
+    )
+    if private and others:
+        command, width = _read_command(), max(len(raylet.address) for raylet in others)
+        lines = (f"\n  {command} --address {raylet.address:{width}}  # process {raylet.starter}" for raylet in others)
+        raise PlacementError(
+            f"{missing} You run several on this machine, and one of these commands looks at each:{''.join(lines)}"
+        )
+    if private:
+        raise PlacementError(f"{missing} Run this on a node of the cluster, or add --address HOST:PORT.")
     listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
     raise PlacementError(
-        '"auto" found no Ray cluster that is named, announced, or started by init_ray with the same '
-        f"CUDA_VISIBLE_DEVICES. You run on this machine: {listed}. Pass the address of one, set RAY_ADDRESS, or "
-        "start one with `ray start --head`."
+        f"{missing} You run on this machine: {listed}. Pass the address of one, set RAY_ADDRESS, or start one with "
+        "`ray start --head`."
     )
+
+
+def _read_command() -> str:
+    """Return the command line of this program, to repeat it with another option."""
+    program, *arguments = sys.argv
+    module = ["python", "-m", Path(program).parent.name] if Path(program).name == "__main__.py" else [program]
+    return shlex.join([*module, *arguments])
 
 
 def _list_clusters(tag: str | None = None) -> list[Raylet]:
     """Return a raylet of each cluster of this user that answers, or of those with a resource, the oldest first."""
-    mine = [one for one in list_raylets() if one.user == os.getuid() and (tag is None or tag in one.resources)]
+    tagged = [raylet for raylet in list_raylets() if tag is None or tag in raylet.resources]
+    mine = [raylet for raylet in tagged if raylet.user == os.getuid()]
     living = {raylet.address: raylet for raylet in mine if _answers(raylet.address)}
     return sorted(living.values(), key=lambda raylet: raylet.started_at)
 

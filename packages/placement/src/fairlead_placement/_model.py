@@ -15,7 +15,7 @@ _Value = TypeVar("_Value")
 
 Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
-Verdict = Literal["fits", "taken", "impossible", "not found"]
+Verdict = Literal["fits", "taken", "impossible"]
 # Ray keeps amounts of resources in ten-thousandths.
 PRECISION = 10_000
 # Ray gives a node a resource of this name for the model of its accelerators, such as "accelerator_type:A100".

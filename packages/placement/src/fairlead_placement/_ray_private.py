@@ -55,6 +55,14 @@ def connection() -> object | None:
     return worker._global_node if worker.global_worker.connected else None
 
 
+def started_here() -> bool:
+    """Return whether this process has started the Ray that it is connected to, so that nothing adds nodes to it.
+
+    Reason: Ray's public context does not say which process has started a cluster.
+    """
+    return bool(getattr(connection(), "head", False))
+
+
 @dataclass(frozen=True)
 class Raylet:
     """A raylet on this machine: its cluster's head, its node, the process that started it, when, and its user."""
@@ -192,41 +200,12 @@ def live_actors() -> tuple[LiveActor, ...]:
                 name=row.name,
                 job_id=row.job_id.hex(),
                 node_id=row.address.node_id.hex().replace("f" * 56, ""),
-                resources={one.name: sum(part.quantity for part in one.resource_ids) for one in row.resource_mapping},
+                resources={held.name: sum(u.quantity for u in held.resource_ids) for held in row.resource_mapping},
             )
             for row in map(ActorTableData.FromString, table)
             if row.state != ActorTableData.DEAD
         )
     return ()
-
-
-def abandoned_groups() -> dict[str, str]:
-    """Return the groups that dead actors of this job, or earlier processes of the caller, have created: names by id.
-
-    Groups that an actor uses are left out, and those that the user has detached.
-    Reason: Ray's public table does not list who has created a group.
-    """
-    import psutil  # Ray brings it along
-
-    here = ray.get_runtime_context()
-    job, me, began_ms = here.get_job_id(), here.get_actor_id() or None, 1000 * psutil.Process().create_time()
-
-    def is_left(row: Any) -> bool:
-        is_earlier = row.creator_actor_id.hex() == me and row.placement_group_creation_timestamp_ms < began_ms
-        return not row.is_detached and (row.creator_actor_dead or is_earlier)
-
-    with contextlib.suppress(*_MISSING):
-        from ray.core.generated.gcs_pb2 import PlacementGroupTableData as Row
-
-        rows = map(Row.FromString, ray._private.state.state._connect_and_get_accessor().get_placement_group_table())
-        left = {
-            row.placement_group_id.hex(): row.name
-            for row in rows
-            if row.state != Row.REMOVED and row.creator_job_id.hex() == job and is_left(row)
-        }
-        used = {name.rpartition("_")[2] for actor in live_actors() for name in actor.resources} if left else set()
-        return {group_id: name for group_id, name in left.items() if group_id not in used}
-    return {}
 
 
 def accelerator_names() -> frozenset[str]:
@@ -304,7 +283,7 @@ def collect(
                     check()
                 continue
             late = ray.exceptions.GetTimeoutError(f"No answer within {timeout_s:g} s.")
-            errors: dict[_K, Any] = {key: one.exception() if one.done() else late for key, one in futures.items()}
+            errors: dict[_K, Any] = {key: sent.exception() if sent.done() else late for key, sent in futures.items()}
             return {key: (futures[key].result() if error is None else None, error) for key, error in errors.items()}
         raise ray.exceptions.RaySystemError("Ray has been shut down.")
     finally:

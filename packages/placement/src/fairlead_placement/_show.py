@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows clusters, reservations, refusals and waits to people."""
+"""Shows clusters, reservations and refusals to people."""
 
 import io
 import itertools
 import operator
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -32,11 +30,11 @@ def draw(
     if not sum(counts):
         return Text("Empty Ray Cluster")
     kind = _kind(held)
-    each = _amounts(held) if kind == "slot" else f"one {kind}"
+    each = name_amounts(held) if kind == "slot" else f"one {kind}"
     lines = [f"n.s: slot s of logical node n ({each} each){'' if slots else ', not reserved yet'}"]
     rows = group_pairs((slot.node_idx, slot) for slot in slots)
     # A row's cells are in physical order.
-    cells = {(row, slot.bundle_index): (row, at) for row, there in rows.items() for at, slot in enumerate(there)}
+    cells = {(row, slot.bundle_index): (row, cell) for row, line in rows.items() for cell, slot in enumerate(line)}
     inside: dict[tuple[int, int], list[Text]] = {}
     for number, group in enumerate(groups):
         worker = "W " if len(groups) == 1 else f"G{number}:W"
@@ -56,8 +54,8 @@ def draw(
         nodes = {slot.node_id: slot.node_ip for slot in rows.get(node_idx, ())}
         notes = [*(["not used"] if count == 0 else []), *(f"{ip} ({node_id[:6]})" for node_id, ip in nodes.items())]
         head = Text(f"node {node_idx}").append("".join(f"\n{note}" for note in notes), style="dim")
-        numbers = [Text(f"{node_idx}.{at}", style="" if slots else "dim") for at in range(count)]
-        table.add_row(head, *(Group(number, *inside.get((node_idx, at), [])) for at, number in enumerate(numbers)))
+        names = [Text(f"{node_idx}.{cell}", style="" if slots else "dim") for cell in range(count)]
+        table.add_row(head, *(Group(name, *inside.get((node_idx, cell), [])) for cell, name in enumerate(names)))
     headline = Text(title or f"Ray Cluster: {count_bundles(counts, held)}", style="bold")
     return Group(headline, table, Text("\n".join(lines), style="dim"))
 
@@ -79,7 +77,6 @@ _VERDICTS: dict[Verdict, str] = {
     "fits": "It fits now.",
     "taken": "It would fit, but others hold what it needs.",
     "impossible": "It does not fit on the present nodes, even when nothing else runs.",
-    "not found": "No arrangement was found on the present nodes, even when nothing else runs.",
 }
 
 
@@ -110,9 +107,8 @@ class ReservationReport:
         asks: the requests, one per logical node in use.
         nodes: the nodes that were alive, in physical order.
         holders: the placement groups and actors that held resources on them.
-        verdict: "fits"; "taken" (it would fit, but others hold what it needs); "impossible" (it does not fit even when
-            the nodes are idle); or "not found". The last means that no arrangement was found even for idle nodes, which
-            is no proof that there is none.
+        verdict: "fits"; "taken" (it would fit, but others hold what it needs); or "impossible" (the planner, which
+            revises no choice, finds no arrangement even when the nodes are idle).
         plan: if it fits, the node ids on which `reserve` would place the bundles of each logical node; empty if the
             strategy lets Ray choose the nodes.
     """
@@ -135,14 +131,14 @@ class ReservationReport:
         columns = ["logical node", "bundles", "each", "strategy", *(["planned on"] if self.plan else [])]
         asked = Table(*columns, title="Requested", title_justify="left")
         # A row for each run of neighbouring asks that are alike.
-        numbered = [(replace(ask, node_idx=0), ask.node_idx - at, ask) for at, ask in enumerate(self.asks)]
+        numbered = [(replace(ask, node_idx=0), ask.node_idx - row, ask) for row, ask in enumerate(self.asks)]
         for _, run in itertools.groupby(numbered, operator.itemgetter(0, 1)):
             asks = [ask for *_, ask in run]
             ask, first, last = asks[0], asks[0].node_idx, asks[-1].node_idx
             number = str(first) if first == last else f"{first} to {last}"
             labels = "".join(f"\non {key}: {condition}" for key, condition in ask.labels.items())
             nodes = dict.fromkeys(node_id for ask in asks for node_id in self.plan.get(ask.node_idx, ()))
-            cells = [number, str(ask.count), _amounts(ask.bundle) + labels, ask.strategy]
+            cells = [number, str(ask.count), name_amounts(ask.bundle) + labels, ask.strategy]
             cells += [", ".join(node_id[:8] for node_id in nodes)] if self.plan else []
             asked.add_row(*map(Text, cells))
         return asked
@@ -154,7 +150,7 @@ def draw_nodes(
     """Return a table of nodes with the amounts of some resources, and who holds them."""
     if not nodes:
         return Text("Found no node that is alive.")
-    found = Table("node", "address", "total", "free", "held by", title=title, title_justify="left")
+    table = Table("node", "address", "total", "free", "held by", title=title, title_justify="left")
     for node in nodes:
         total, free = ({name: amounts.get(name, 0.0) for name in wanted} for amounts in (node.total, node.free))
         rest = {name: total[name] - free[name] for name in wanted}
@@ -162,18 +158,18 @@ def draw_nodes(
         for holder in holders:
             if not (bundles := holder.bundles.get(node.node_id)):
                 continue
-            counted = Counter(map(_amounts, bundles)).items()
+            counted = Counter(map(name_amounts, bundles)).items()
             held_by.append(
                 f"{holder.kind} {holder.name or 'without a name'} {holder.holder_id[:8]} (job {holder.job_id}): "
                 + ", ".join(f"{count} x {what}" for what, count in counted)
             )
             rest = {name: amount - sum(bundle.get(name, 0.0) for bundle in bundles) for name, amount in rest.items()}
         if others := {name: amount for name, amount in rest.items() if amount > 1e-4}:
-            held_by.append(f"tasks, or actors that are starting: {_amounts(others)}")
+            held_by.append(f"tasks, or actors that are starting: {name_amounts(others)}")
         # Text, so that a name is not parsed as markup.
-        cells = (node.node_id[:8], node.ip, _amounts(total), _amounts(free), "\n".join(held_by))
-        found.add_row(*map(Text, cells))
-    return found
+        cells = (node.node_id[:8], node.ip, name_amounts(total), name_amounts(free), "\n".join(held_by))
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def name_holders(nodes: Sequence[Node], holders: Sequence[ResourceHolder], names: AbstractSet[str]) -> str:
@@ -188,8 +184,16 @@ def name_holders(nodes: Sequence[Node], holders: Sequence[ResourceHolder], names
     return ", ".join([*named[:NAMED], *rest]) or "tasks, or actors that are starting"
 
 
-def _amounts(resources: Mapping[str, float]) -> str:
+def name_amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items())) or "nothing"
+
+
+def describe_asks(asks: Sequence[Ask]) -> str:
+    """Return the bundles of a request as text, such as "2 x 1 CPU, 1 GPU"."""
+    counts = Counter[str]()
+    for ask in asks:
+        counts[name_amounts(ask.bundle)] += ask.count
+    return "; ".join(f"{count} x {bundle}" for bundle, count in counts.items())
 
 
 def as_text(renderable: RenderableType) -> str:
@@ -197,32 +201,3 @@ def as_text(renderable: RenderableType) -> str:
     console = Console(file=io.StringIO(), width=110, record=True, force_terminal=False, color_system=None)
     console.print(renderable)
     return "\n".join(line.rstrip() for line in console.export_text().rstrip().splitlines())
-
-
-QUIET_S = 1.0
-
-
-class Waiting(AbstractContextManager["Waiting"]):
-    """Shows why and for how long the program waits. Writes nothing if standard error is not a terminal.
-
-    Args:
-        doing: the current activity, as a participle ("Waiting for 2 slices").
-    """
-
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
-        self._began = time.monotonic()
-        self._console = Console(stderr=True)
-        self._status = self._console.status("")
-
-    def show(self, what: str, limit_s: float) -> None:
-        """Show the current reason for waiting, and the limit in seconds."""
-        waited = time.monotonic() - self._began
-        if waited < QUIET_S or not self._console.is_terminal:
-            return
-        # Text, so that a name is not parsed as markup.
-        self._status.update(Text(f"{self._doing}: {what}, {waited:.0f} of {limit_s:g} s"))
-        self._status.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()

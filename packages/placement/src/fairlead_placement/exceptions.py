@@ -15,7 +15,7 @@ class ErrorWithFields(Exception):
 
     def __post_init__(self) -> None:
         # An OSError, which a TimeoutError is, would keep only two of them, and take them for an errno and its text.
-        Exception.__init__(self, *(getattr(self, one.name) for one in fields(self)))  # type: ignore[arg-type]
+        Exception.__init__(self, *(getattr(self, entry.name) for entry in fields(self)))  # type: ignore[arg-type]
 
 
 class PlacementError(ErrorWithFields):

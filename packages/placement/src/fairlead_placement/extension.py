@@ -40,7 +40,6 @@ from ._reserve.finalizers import release_when_dropped
 from ._reserve.groups import create_groups
 from ._reserve.groups import remove as remove_placement_groups
 from ._reserve.slots import number_slots
-from ._show import Waiting
 from ._terminal import COMMAND_MARK, Output, add_command, attach, run_command
 from .exceptions import ErrorWithFields
 
@@ -51,7 +50,6 @@ __all__ = [
     "OneTimeEvent",
     "Output",
     "SlotClaim",
-    "Waiting",
     "actor_id_of",
     "add_command",
     "alive_nodes",

@@ -122,24 +122,6 @@ def test_missing_nodes_are_demand(scaled, eventually):
         scaled.cluster.remove_node(added)
 
 
-def test_requests_that_wait_for_others(scaled, hold_group, eventually):
-    """Requests that others keep from a node are in Ray's pending demand while they wait, and Ray serves both."""
-    clusters = [
-        RayVirtualCluster([2], use_gpus=False, node_resource_constraints=[{"x": 1}], reserve_timeout_s=600)
-        for _ in range(2)
-    ]
-    with hold_group([{"x": 2}]):
-        waiting = [Reservation(cluster) for cluster in clusters]
-        assert eventually(lambda: scaled.demand() == [2, 2])
-    assert eventually(lambda: any(reservation.has_ended() for reservation in waiting))
-    waiting.sort(key=Reservation.has_ended)
-    assert [reservation.has_ended() for reservation in waiting] == [False, True]
-    waiting[1].wait()
-    waiting[0].wait()
-    assert [reservation.error for reservation in waiting] == [None, None]
-    assert scaled.demand() == []
-
-
 def test_no_demand_outlives_a_failure(scaled, eventually):
     """A reservation that fails at its deadline has been demand before, and is none after it."""
     reservation = Reservation(RayVirtualCluster([50], use_gpus=False, reserve_timeout_s=3))

@@ -5,63 +5,7 @@ import os
 import signal
 
 from fairlead_placement._nodes import agent as _agent
-from fairlead_placement.extension import await_published, find_boards, publish, read_boards, withdraw
-
-PUBLISHER = """
-    import os, signal, time
-    import ray
-    from fairlead_placement import init_ray
-    from fairlead_placement.extension import await_published, find_boards, publish, read_board, read_boards, withdraw
-    init_ray(address="local", num_cpus=1)
-
-    def read(wanted):
-        deadline = time.monotonic() + 100
-        while time.monotonic() < deadline:
-            boards = [board for board in read_boards(find_boards(), "", timeout_s=60).values() if type(board) is dict]
-            if boards == wanted:
-                break
-            time.sleep(0.05)
-        return boards
-"""
-
-
-def test_published(start_script):
-    """What a process publishes is read from another job, and goes when it is withdrawn or the process ends."""
-    publisher = start_script(
-        PUBLISHER
-        + """
-    publish("first", 1, {"rank": 3})
-    publish("second", 1, {"rank": 4})
-    print(ray.get_runtime_context().gcs_address, flush=True)
-    input()
-    withdraw("first")
-    print("withdrawn", flush=True)
-    input()
-    withdraw("second")
-    print(read([]), flush=True)
-    """,
-        RAY_AUTH_MODE="disabled",
-    )
-    reader = start_script(
-        PUBLISHER.replace('address="local", num_cpus=1', f'address="{publisher.line()}"')
-        + """
-    print(read([{"first": {"rank": 3}, "second": {"rank": 4}}]), flush=True)
-    (board,) = find_boards()
-    print([read_board(board, key, 0, timeout_s=60) for key in ("second", "other")], flush=True)
-    input()
-    print(read([{"second": {"rank": 4}}]), flush=True)
-    """,
-        RAY_AUTH_MODE="disabled",
-    )
-    assert reader.line() == "[{'first': {'rank': 3}, 'second': {'rank': 4}}]"
-    assert reader.line() == "[(1, {'rank': 4}), (0, None)]"
-    publisher.process.stdin.write("\n")
-    publisher.process.stdin.flush()
-    assert publisher.line() == "withdrawn"
-    out, _ = reader.finish()
-    assert out.strip() == "[{'second': {'rank': 4}}]"
-    out, _ = publisher.finish()
-    assert out.strip() == "[]"
+from fairlead_placement.extension import await_published, find_boards, publish, read_board, read_boards, withdraw
 
 
 def test_agent_that_dies(local_ray, agent_pids, eventually):
@@ -74,6 +18,12 @@ def test_agent_that_dies(local_ray, agent_pids, eventually):
     publish("second", 1, "withdrawn")
     assert await_published("first", timeout_s=60)
     assert read() == [{"first": "kept", "second": "withdrawn"}]
+    (board,) = find_boards()
+    assert [read_board(board, key, 2, timeout_s=60) for key in ("first", "second", "other")] == [
+        (3, "kept"),
+        (1, None),
+        (0, None),
+    ]
     (pid,) = agent_pids()
     os.kill(pid, signal.SIGKILL)
     withdraw("second")

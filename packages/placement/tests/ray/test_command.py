@@ -33,17 +33,6 @@ def test_nodes(address):
         assert "placement group held" in table.stdout
 
 
-def test_explain(address):
-    """`explain` ends with 0 if a request fits, and with 1 if it does not, and says why."""
-    fits = run("explain", "2x1 GPU", "--address", address)
-    assert (fits.returncode, fits.stderr) == (0, "")
-    assert fits.stdout.endswith("It fits now.\n")
-    assert run("explain", "2x2cpu", "--address", address).returncode == 0
-    too_large = run("explain", "3 GPU", "--address", address)
-    assert too_large.returncode == 1
-    assert "It does not fit on the present nodes, even when nothing else runs." in too_large.stdout
-
-
 def test_no_cluster():
     """Without a cluster the error says what to do; there is no traceback, and no cluster is started."""
     done = run("nodes", "--address", "127.0.0.1:1")

@@ -140,39 +140,6 @@ def test_an_agent_that_the_head_does_not_know(cluster, ids, stop_process, call_i
         release_ports([lease for leases in lease_ports(others) for lease in leases])
 
 
-def test_a_job_with_an_environment(run_script):
-    """In a job that has a `runtime_env`, agents and functions need no CPU either, and functions run once."""
-    out = run_script(
-        """
-        import os
-        import ray
-        from fairlead_placement import RayVirtualCluster, lease_ports
-        from fairlead_placement._nodes import functions
-        from fairlead_placement.extension import run_on_nodes
-
-        options = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
-        ray.init(address="local", num_cpus=1, runtime_env={"env_vars": {"MINE": "yes"}}, **options)
-
-        functions.find_here = lambda node_ids: frozenset()
-
-        def end(path):
-            with open(path, "a") as file:
-                file.write("x")
-            os._exit(3)
-
-        calls = os.path.abspath("calls")
-        with RayVirtualCluster([1], use_gpus=False) as cluster:
-            node_id = cluster.slots()[0].node_id
-            print("result", run_on_nodes(int, {node_id: ("7",)}, timeout_s=60)[node_id])
-            print("leases", len(lease_ports(cluster.slots(), timeout_s=60)))
-            run_on_nodes(end, {node_id: (calls,)}, timeout_s=60)
-        print("calls", open(calls).read())
-        """
-    )
-    ours = [line for line in out.splitlines() if line.startswith(("result", "leases", "calls"))]  # Ray prints others
-    assert ours == ["result 7", "leases 1", "calls x"]
-
-
 SLOW_PIP = """
     import os, sys, time
     import ray

@@ -1,24 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports, agents and placement groups of a process that ends."""
+"""Ports and agents of a process that ends."""
 
 import contextlib
 import os
-import time
-import uuid
 
 import psutil
 import pytest
 import ray
 from ray import PlacementGroupID
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
+from fairlead_placement import RayVirtualCluster
 from fairlead_placement.extension import find_boards, publish, read_boards, withdraw
 
 LOW = 30000 + os.getpid() % 1000 * 2
@@ -137,82 +129,3 @@ def test_a_driver_that_ends(nodes, agent_pids, is_free, start_script, eventually
         assert script.finish() == ("", "")
     assert eventually(lambda: not psutil.pid_exists(agent) and is_free(LOW))
     assert eventually(lambda: not live_groups())
-
-
-class Holder:
-    """Reserves the CPUs of the head, as the controller of a job does."""
-
-    def reserve(self, count, timeout_s):
-        self.cluster = RayVirtualCluster([count], use_gpus=False, reserve_timeout_s=timeout_s)
-        return len(self.cluster.reserve().slots())
-
-    def make_group(self, name):
-        ray.get(placement_group([{"CPU": 1}], name=name).ready())
-
-    def exit(self):
-        os._exit(1)
-
-
-def start_holder(**options):
-    name = uuid.uuid4().hex
-    return ray.remote(num_cpus=0)(Holder).options(namespace="controllers", name=name, **options).remote()
-
-
-def test_groups_of_a_dead_controller(nodes, caplog):
-    """A reservation that lacks room removes what an actor of this job that was killed has left."""
-    controller = start_holder()
-    assert ray.get(controller.reserve.remote(3, 60), timeout=120) == 3
-    (left,) = live_groups()
-    ray.kill(controller)
-    with RayVirtualCluster([2], use_gpus=False, reserve_timeout_s=60) as cluster:
-        assert len(cluster.slots()) == 2
-        assert left not in live_groups()
-    assert "that dead actors of this job have left: fairlead-0-" in caplog.text
-
-
-def test_groups_of_a_live_controller_and_of_others(nodes):
-    """Nothing is removed that an actor holds which is alive, nor a group of a dead actor that another actor uses."""
-    first, second = (start_holder() for _ in range(2))
-    assert ray.get([one.reserve.remote(2, 60) for one in (first, second)], timeout=120) == [2, 2]
-    groups = [PlacementGroup(PlacementGroupID(bytes.fromhex(one))) for one in live_groups()]
-    users = [
-        ray.remote(num_cpus=1)(Holder).options(scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote()
-        for group in groups
-    ]
-    ray.get([user.__ray_ready__.remote() for user in users], timeout=120)
-    ray.kill(first)
-    with pytest.raises(PlacementTimeoutError, match="others hold what it needs"):
-        RayVirtualCluster([2], use_gpus=False, reserve_timeout_s=3).reserve()
-    assert {group.id.hex() for group in groups} == set(live_groups())
-    for actor in (*users, second):
-        ray.kill(actor)
-    for group in groups:
-        remove_placement_group(group)
-
-
-def test_groups_of_the_controller_itself(nodes):
-    """A reservation of an actor that lacks room leaves the groups that this actor has made in other ways."""
-    controller = start_holder()
-    ray.get(controller.make_group.remote("engine-0123abcd"), timeout=120)
-    with pytest.raises(PlacementTimeoutError, match="others hold what it needs"):
-        ray.get(controller.reserve.remote(4, 3), timeout=120)
-    (left,) = live_groups()
-    assert placement_group_table()[left]["name"] == "engine-0123abcd"
-
-
-def test_a_controller_that_is_restarted(nodes):
-    """A controller that Ray restarts does not wait for the reservation of its earlier process."""
-    controller = start_holder(max_restarts=1, max_task_retries=0)
-    assert ray.get(controller.reserve.remote(3, 60), timeout=120) == 3
-    (left,) = live_groups()
-    controller.exit.remote()
-    for _ in range(100):
-        try:
-            assert ray.get(controller.reserve.remote(4, 60), timeout=120) == 4
-            break
-        except ray.exceptions.ActorUnavailableError:
-            time.sleep(0.2)
-    (present,) = live_groups()
-    assert present != left
-    ray.kill(controller)
-    remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(present))))

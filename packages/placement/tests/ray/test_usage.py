@@ -8,7 +8,7 @@ import time
 import pytest
 import ray
 
-from fairlead_placement import GpuMemory, PlacementError, RayVirtualCluster
+from fairlead_placement import GpuMemory, RayVirtualCluster
 from fairlead_placement._nodes import agent as _agent
 from fairlead_placement._nodes import usage
 from fairlead_placement._reserve import held as _held
@@ -56,8 +56,8 @@ def test_a_shutdown_while_usage_is_read(local_ray, agent_pids, eventually, monke
         return read(*args)
 
     monkeypatch.setattr(_held, "read_usage", shut_down_first)
-    with pytest.raises(PlacementError, match="was shut down in the meantime"):
-        cluster.get_resource_usage()
+    (node,) = cluster.get_resource_usage()
+    assert node.samples > 0
     assert eventually(lambda: agent_pids() == [])
 
 

@@ -121,9 +121,17 @@ def test_auto(monkeypatch, listening, machine, dead_address):
     with pytest.raises(PlacementError, match=message):
         init_ray(address="auto")
     assert find_target("auto", private=True)[:2] == (one, "process 77 started")
-    machine.append(make_raylet(other, "CPU", starter=78))
-    with pytest.raises(PlacementError, match=rf"{one} \(process 77\), {other} \(process 78\)"):
+    mine = machine.copy()
+    machine.clear()
+    with pytest.raises(PlacementError, match="Run this on a node of the cluster, or add --address HOST:PORT"):
         find_target("auto", private=True)
+    machine += mine
+    machine.append(make_raylet(other, "CPU", starter=78))
+    monkeypatch.setattr("sys.argv", ["/v/fairlead_inspect/__main__.py", "why", "--after", "1"])
+    with pytest.raises(PlacementError) as caught:
+        find_target("auto", private=True)
+    lines = [f"  python -m fairlead_inspect why --after 1 --address {address}  # process" for address in listening]
+    assert str(caught.value).splitlines()[1:] == [f"{lines[0]} 77", f"{lines[1]} 78"]
     machine[-1] = make_raylet(other, local_tag(), starter=78)
     assert find_target("auto")[:2] == (other, "init_ray started in process 78")
     monkeypatch.setenv("RAY_ADDRESS", "auto")

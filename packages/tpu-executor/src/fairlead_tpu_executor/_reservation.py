@@ -49,6 +49,8 @@ _RETURN_S = 15.0
 # The other hosts of a slice join later than worker 0, so a request that was met is repeated only after this time.
 _REPEAT_S = 60.0
 _POLL_S = (0.05, 1.0)
+# A wait that is longer logs what it waits for.
+_SILENT_S = 1.0
 # Seconds after the timeout in which another driver may still take a free slice first.
 _RACES_S = 5.0
 # Where worker 0 is, as a place for the port of its slice.
@@ -170,30 +172,32 @@ class Reservation:
         any_s = 0.0 if len(self.leases) in sizes else config.scale_timeout_s
         any_s = config.replace_timeout_s if lost else any_s
         largest_s = min(any_s, config.scale_timeout_s)
-        began, pause, self._next_demand_at = time.monotonic(), _POLL_S[0], 0.0
-        with extension.Waiting(f"Waiting for {sizes[-1]} x {config.kind}") as waiting:
-            try:
-                while True:
-                    self.check_open()
-                    waited = time.monotonic() - began
-                    free, lacking = self._survey()
-                    held = len(self.leases)
-                    size = choose_size(sizes, held + len(free), waited_out=waited >= largest_s)
-                    if size is None:
-                        self._request(sizes[-1] - held)
-                    else:
-                        self._withdraw()  # Ray would place it on the slices that are to be taken.
-                        if self._change_size(size, free):
-                            return
-                    if waited >= any_s + (0 if size is None else _RACES_S):
-                        raise InsufficientSlicesError(config.kind, tuple(sizes), held + len(free), lacking, waited)
-                    waiting.show(f"{held} held, {len(free)} free; others: {', '.join(lacking) or 'none'}", any_s)
-                    nearest = largest_s if waited < largest_s else any_s
-                    # With the jitter, two jobs that took one slice each from the other try again at different times.
-                    time.sleep(max(0.01, min(random.uniform(0.5, 1.0) * pause, began + nearest - time.monotonic())))
-                    pause = min(2 * pause, _POLL_S[1])
-            finally:
-                self._withdraw()
+        began, pause, is_logged, self._next_demand_at = time.monotonic(), _POLL_S[0], False, 0.0
+        try:
+            while True:
+                self.check_open()
+                waited = time.monotonic() - began
+                free, lacking = self._survey()
+                held = len(self.leases)
+                size = choose_size(sizes, held + len(free), waited_out=waited >= largest_s)
+                if size is None:
+                    self._request(sizes[-1] - held)
+                else:
+                    self._withdraw()  # Ray would place it on the slices that are to be taken.
+                    if self._change_size(size, free):
+                        return
+                if waited >= any_s + (0 if size is None else _RACES_S):
+                    raise InsufficientSlicesError(config.kind, tuple(sizes), held + len(free), lacking, waited)
+                if not is_logged and waited >= _SILENT_S:
+                    is_logged, others = True, ", ".join(lacking) or "none"
+                    text = "Waiting for %d x %s, for up to %g s: %d held, %d free; others: %s."
+                    logger.warning(text, sizes[-1], config.kind, any_s, held, len(free), others)
+                nearest = largest_s if waited < largest_s else any_s
+                # With the jitter, two jobs that took one slice each from the other try again at different times.
+                time.sleep(max(0.01, min(random.uniform(0.5, 1.0) * pause, began + nearest - time.monotonic())))
+                pause = min(2 * pause, _POLL_S[1])
+        finally:
+            self._withdraw()
 
     def _request(self, count: int) -> None:
         """Let an autoscaler see that `count` slices, or workers, are missing, until they have come."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what the workers say about their tensors to layouts: names, dtypes, boxes, and what does not fit."""
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ class Selection:
     rename: Callable[[str], str]  # from a name in the source to the name in the target
     dtype: str | None  # the dtype in which floating-point tensors travel; None for that of the source
     exclude: tuple[str, ...]  # patterns of names that are left out on both sides
+    renamed: tuple[str, ...] = ()  # the names that the source must have, because they are to be renamed
 
     def excludes(self, name: str) -> bool:
         """Return whether a name is left out."""
@@ -66,7 +68,9 @@ def make_selection(
     if isinstance(exclude, str):
         raise TypeError(f"exclude must be several names or patterns, got the text {exclude!r}")
     names = {} if callable(rename) else dict(rename or {})
-    return Selection(rename if callable(rename) else lambda name: names.get(name, name), dtype, tuple(exclude))
+    if callable(rename):
+        return Selection(rename, dtype, tuple(exclude))
+    return Selection(lambda name: names.get(name, name), dtype, tuple(exclude), tuple(names))
 
 
 def is_floating(dtype: str) -> bool:
@@ -99,6 +103,10 @@ def read_side(
                 continue
             libraries.add(tensor.library)
             by_name.setdefault(name, {})[rank] = tensor
+    own = {tensor[0] for tensors in described for tensor in tensors or ()}
+    wrong += [
+        _explain_unknown(name, selection.rename(name), own) for name in selection.renamed if renamed and name not in own
+    ]
     if len(libraries) > 1:
         wrong.append(one_sided(side, "", ", ".join(sorted(libraries)), "all tensors must be of one library"))
     layouts: dict[str, Layout] = {}
@@ -119,6 +127,15 @@ def read_side(
         raise LayoutMismatchError(tuple(wrong))
     dtypes = {name: next(iter(by_rank.values())).dtype for name, by_rank in by_name.items()}
     return Tensors(layouts, dtypes, own_names, next(iter(libraries), "numpy"))
+
+
+def _explain_unknown(name: str, new_name: str, own: Collection[str]) -> Mismatch:
+    """Return what is wrong with a name that is to be renamed, and that no rank of the source has."""
+    near = difflib.get_close_matches(name, own, 3, 0.5) or sorted(own)[:3]
+    listed = ", ".join(map(repr, near)) or "none"
+    return Mismatch(
+        name, "", new_name, f"rename= has this name, and the source does not: it has, for example, {listed}"
+    )
 
 
 def _make_layout(shape: tuple[int, ...], by_rank: Mapping[int, Described], ranks: int, itemsize: int) -> Layout:

@@ -44,7 +44,8 @@ class Link:
         apply: instead of `target`, a method of the target workers that takes whole tensors, `{name: tensor}`,
             in several calls.
         chunk_bytes: the most bytes of tensors in one call of `apply`; a larger tensor is a call by itself.
-        rename: the names in the target by the names in the source, or a function; other names stay.
+        rename: the names in the target by the names in the source, or a function; other names stay. A `send` refuses a
+            name that the source lacks before it moves anything.
         dtype: the dtype in which floating-point tensors travel, such as "bfloat16"; None for that of the source.
         exclude: names or patterns (`"*.inv_freq"`) that are left out on both sides.
         transport: "auto" takes shared memory between ranks of one node, and TCP between nodes: one target rank of a

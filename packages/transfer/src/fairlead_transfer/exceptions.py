@@ -87,10 +87,12 @@ class StaleWeightsError(Exception):
         self.held: dict[int, State] = dict(held)
 
     def __str__(self) -> str:
+        if self.needed is None:
+            return f"{self.method!r} was not called: no version has been sent yet. Send a version first."
         rows = [(str(rank), "nothing" if state is None else str(state)) for rank, state in self.held.items()]
-        advice = "Send a version first." if self.needed is None else "Bring them up with `sync()` of the link."
         caption = (
-            f"{self.method!r} was not called: {len(self.held)} rank(s) do not hold version {self.needed}. {advice}"
+            f"{self.method!r} was not called: {len(self.held)} rank(s) do not hold version {self.needed}. "
+            "Bring them up with `sync()` of the link."
         )
         return table_text(caption, ("rank", "holds"), rows)
 

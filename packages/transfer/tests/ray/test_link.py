@@ -4,8 +4,10 @@
 import concurrent.futures
 import gc
 import os
+import re
 import threading
 import time
+import traceback
 
 import numpy as np
 import pytest
@@ -80,6 +82,11 @@ def test_bad_input_is_refused_before_anything_moves(groups):
         assert "dtypes differ" in reasons["norm"]
         assert link.versions() == dict.fromkeys(range(4))
     with (
+        Link(policy, generation, source="weights", target="weights", rename={"unused": "other"}) as link,
+        pytest.raises(LayoutMismatchError, match="rename= has this name"),
+    ):
+        link.send(0, timeout=60)
+    with (
         Link(policy, generation, source="wrong", target="weights") as link,
         pytest.raises(LayoutMismatchError, match="must return a dict"),
     ):
@@ -91,6 +98,8 @@ def test_bad_input_is_refused_before_anything_moves(groups):
         link.send(0, timeout=60)
     assert failed.value.phase == "collect"
     assert isinstance(failed.value.__cause__, ArithmeticError)
+    shown = "".join(traceback.format_exception(failed.value))
+    assert re.search(r"holders\.py\", line \d+, in fail", shown), "the line in the user's method"
     assert generation.call("holds").result() == [1.5] * 4
 
 
@@ -182,7 +191,7 @@ def test_names_casts_and_hooks(groups):
         generation,
         source="weights",
         target="weights",
-        rename={"unused": "other"},
+        rename={"w": "w"},
         dtype="float16",
         exclude=["n*"],
         before_commit="note",

@@ -42,4 +42,5 @@ def test_stale_weights_say_what_to_do(needed, held, advice):
     """The advice is the one that helps: send, or bring up."""
     error = StaleWeightsError("generate", needed, {1: held})
     assert advice in str(error)
+    assert "None" not in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fairlead_transfer import LayoutMismatchError, LocalTensor
-from fairlead_transfer._descriptions import Selection, check_dtypes, read_side
+from fairlead_transfer._descriptions import Selection, check_dtypes, make_selection, read_side
 
 from ..ends import Ends, Worker
 
@@ -47,6 +47,15 @@ def test_ranks_that_disagree_are_refused():
         read_side("source", [[described("a"), described("b")]], selection(rename=lambda name: "x"), renamed=True)
     with pytest.raises(LayoutMismatchError, match="must be of one library"):
         read_side("target", [[described("a"), described("b", library="torch")]], selection(), renamed=False)
+
+
+def test_unknown_name_is_refused():
+    """A name that is to be renamed must be one of the source's; the error has those that are near."""
+    names = make_selection({"layers.0.weight": "w", "bias": "b"}, None, ())
+    with pytest.raises(LayoutMismatchError, match=r"it has, for example, 'layer\.0\.weight'") as caught:
+        read_side("source", [[described("layer.0.weight")], [described("bias")]], names, renamed=True)
+    assert [(one.name, one.target) for one in caught.value.mismatches] == [("layers.0.weight", "w")]
+    read_side("target", [[described("w"), described("b")]], names, renamed=False)
 
 
 def test_dtypes_that_differ_are_refused():

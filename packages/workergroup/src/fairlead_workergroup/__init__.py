@@ -24,11 +24,11 @@ from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
 from ._launch import launch
 from ._model import GroupState, Place
-from ._observe.status import StuckWorker, WorkerStatus, WorkerUsage
 from ._options import Elastic, Restart, Timeouts
 from ._replies import ResultStream
 from ._start.builder import RayWorkerBuilder
 from ._start.options import WorkerOptions, recursive_merge_options
+from ._status import StuckWorker, WorkerStatus, WorkerUsage
 from .exceptions import (
     CallCancelledError,
     CallTimeoutError,

@@ -60,11 +60,11 @@ class CurrentWorker:
         if record is None:
             yield
             return
-        record.wait_begins()
+        record.count_waiting(1)
         try:
             yield
         finally:
-            record.wait_ends()
+            record.count_waiting(-1)
 
 
 def current_worker() -> CurrentWorker:

@@ -30,13 +30,12 @@ from ._membership.owned import Owned
 from ._membership.provision import GroupSpec, Provisioner
 from ._membership.shutdown import Shutdown
 from ._model import GroupState, Place, RestartPolicy
-from ._observe.memory import parse_memory
-from ._observer import ObservedGroup, Observer
-from ._options import Elastic, FlatOptions, Restart, Timeouts, read_option, read_restart
+from ._options import Elastic, FlatOptions, Restart, Timeouts, parse_memory, read_option, read_restart
 from ._start.builder import ClassLike, RayWorkerBuilder
 from ._start.environment import check_env_vars, choose_python
 from ._start.layout import check_sharding, lay_out
 from ._start.options import WorkerOptions
+from ._status import ObservedGroup
 from ._world import Deadline, check_timeout
 
 logger = logging.getLogger(__name__)
@@ -172,7 +171,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
         core.changes = self._changes
         self._shutdown = Shutdown(core, self._changes, self._provisioner)
-        self._observer = Observer(core)
 
     def _start(self) -> None:
         """Start all workers, or end everything."""

@@ -10,23 +10,25 @@ from typing import Any
 
 import ray
 
-from fairlead_placement import PlacementError, RayVirtualCluster, init_ray
-from fairlead_placement.extension import count_bundles, read_nodes
+from fairlead_placement import Node, PlacementError, RayVirtualCluster, ResourceInsufficientError, init_ray
+from fairlead_placement.extension import connection, count_bundles, read_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._group import RayWorkerGroup
 from ._model import Place
-from ._observer import check_seconds
 from ._options import Restart, Timeouts, read_option
 from ._remote.describe import undecorate
 from ._start.builder import ClassLike, RayWorkerBuilder
 from ._start.environment import check_env_vars, choose_python
 from ._start.options import WorkerOptions
+from ._status import check_seconds
 from ._world import Deadline
 
 # How the options of other libraries begin that could be taken for axes.
 _NO_AXES = ("num_", "gpu", "cpu", "timeout")
+# The connection to the Ray that a group has started and ends, and what that group holds of it.
+_own_ray: tuple[object, Mapping[str, float]] = (None, {})
 
 
 def launch(
@@ -49,8 +51,9 @@ def launch(
     """Start a group of workers, with everything that it needs.
 
     The workers run on the Ray that this process is connected to, or else on the cluster that `address` or `RAY_ADDRESS`
-    names. If there is neither, Ray is started on this machine, with at least as many CPUs as the workers request. Each
-    node gets the same number of workers, and as few nodes as possible are used.
+    names. If there is neither, Ray is started on this machine, with the CPUs of the machine, or of the workers if they
+    need more. Call `init_ray(num_cpus=...)` first if several groups are to run beside each other. Each node gets the
+    same number of workers, and as few nodes as possible are used.
 
     Args:
         worker: a class, a `@ray.remote` class, the full name of a class, or a `RayWorkerBuilder` with the arguments of
@@ -75,7 +78,9 @@ def launch(
     Raises:
         TypeError, ValueError: an argument is not valid; nothing has been started.
         PlacementError: the cluster of `address` cannot be reached.
-        ResourceInsufficientError, PlacementTimeoutError: the cluster has no room for the workers.
+        ResourceInsufficientError: the cluster cannot hold the workers; or not beside the group that has started this
+            Ray, and ends it.
+        PlacementTimeoutError: others held what the workers need until `timeout_s`.
         WorkerStartError: a worker did not start. Nothing of the group is left.
 
     Use `init_ray`, `RayVirtualCluster` and `RayWorkerGroup` themselves, as this function does, for several groups on
@@ -101,22 +106,28 @@ def launch(
     # One that is never reserved: it refuses wrong options before Ray is started.
     RayVirtualCluster([sharding.size], accelerators=gpus, cpus_per_worker=cpus_per_worker)
     with contextlib.ExitStack() as made:
-        if not ray.is_initialized():
+        starts_ray = not ray.is_initialized()
+        if starts_ray:
             made.callback(ray.shutdown)
         if ray.is_initialized() or (address or os.environ.get("RAY_ADDRESS") or "local") != "local":
             init_ray(address=address)
         else:
             init_ray(address="local", num_cpus=max(sharding.size * cpus_per_worker, len(os.sched_getaffinity(0))))
         bundle = {"CPU": float(cpus_per_worker), **gpus}
-        rooms = [count_bundles(bundle, node.total) for node in read_nodes()]
+        nodes = read_nodes()
         cluster = RayVirtualCluster(
-            _count_for_each_node(sharding.size, rooms),
+            _count_for_each_node(sharding.size, [count_bundles(bundle, node.total) for node in nodes]),
+            name=name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2],
             accelerators=gpus,
             cpus_per_worker=cpus_per_worker,
             reserve_timeout_s=deadline.left() or 0.0,
         )
         made.enter_context(_naming_options(sharding.size, cpus_per_worker, gpus_per_worker))
+        _check_room(cluster, bundle, nodes)
         made.enter_context(cluster)
+        if starts_ray:
+            global _own_ray
+            _own_ray = connection(), {name: amount * sharding.size for name, amount in bundle.items()}
         group = _LaunchedGroup(
             cluster,
             builder,
@@ -159,6 +170,22 @@ def _naming_options(workers: int, cpus: int, gpus: float) -> Iterator[None]:
             "others (timeout_s). For wait_for_nodes_s, make a RayVirtualCluster with it, and a RayWorkerGroup on it."
         )
         raise
+
+
+def _check_room(cluster: RayVirtualCluster, bundle: Mapping[str, float], nodes: Sequence[Node]) -> None:
+    """Refuse workers that have no room beside the group that ends this Ray: waiting for that group would be in vain."""
+    on, held = _own_ray
+    if on is None or on is not connection():
+        return
+    left = [{name: amount - held.get(name, 0) for name, amount in node.total.items()} for node in nodes]
+    if sum(count_bundles(bundle, amounts) for amounts in left) < cluster.world_size():
+        cpus = sum(node.total["CPU"] for node in nodes)
+        raise ResourceInsufficientError(
+            f"An earlier launch of this process has started this Ray, with {cpus:g} CPU. Its group holds "
+            f"{held['CPU']:g} of them, and ends this Ray when it is shut down, so {cluster.world_size()} more workers "
+            "would never have room. Call init_ray(num_cpus=...) before the first launch, or start smaller groups.",
+            cluster.explain(),
+        )
 
 
 def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) -> Mapping[str, int]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 
-from .exceptions import FailureKind, WorkerFailure, format_coords
+from .exceptions import STATE, FailureKind, WorkerFailure, format_coords
 
 Phase = Literal["starting", "serving", "broken", "ended"]
 
@@ -337,8 +337,8 @@ class RestartPolicy:
         if not self.on_failure:
             return ""
         if self.restarts_all:
-            return "The next call restarts the whole group first, whichever ranks it calls. Repeat this call."
+            return f"The next call restarts the whole group first, whichever ranks it calls. Repeat this call. {STATE}"
         return (
             "The next call that reaches these ranks starts them again. Repeat this call. `restart_failed_workers()` "
-            "starts them at once."
+            f"starts them at once. {STATE}"
         )

@@ -4,6 +4,7 @@
 import difflib
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar
@@ -14,6 +15,8 @@ from ._start.options import WorkerOptions
 from ._world import check_timeout
 
 _Option = TypeVar("_Option")
+UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}}
+UNITS |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,3 +118,23 @@ def _find_nearest(name: str, constructor: Callable[..., None]) -> str:
 def _check_count(name: str, count: object) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise ValueError(f"{name} must be a whole number of at least 0, got {count!r}")
+
+
+def parse_memory(size: int | str) -> int:
+    """Return a number of bytes, given as a number, or as text such as "8GB" (powers of 1000) or "512MiB" (of 1024).
+
+    Raises:
+        ValueError: the size is neither, or it is not positive.
+
+    >>> parse_memory("1.5GB"), parse_memory("2KiB"), parse_memory(100)
+    (1500000000, 2048, 100)
+    """
+    wrong = f"a memory limit is a positive number of bytes, or text such as '8GB' or '512MiB', got {size!r}"
+    if isinstance(size, str):
+        parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        if parts is None or parts[2].upper() not in UNITS:
+            raise ValueError(wrong)
+        size = int(float(parts[1]) * UNITS[parts[2].upper()])
+    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        raise ValueError(wrong)
+    return size

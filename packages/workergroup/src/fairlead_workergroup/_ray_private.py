@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every use of a Ray API that is not public, each with its reason and its fallback."""
+"""Every use of a Ray API that is not public, each with its reason, and its fallback if there is one."""
 
 import os
 import re
@@ -10,8 +10,6 @@ from typing import Any
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.core.generated.gcs_pb2 import ActorTableData
-
-from fairlead_placement.extension import actor_id_of as actor_id_of
 
 # The id of an object begins with that of the task that creates it, which ends with the 16 bytes of the id of the actor.
 # Ray's methods for that are not documented.

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -160,6 +161,16 @@ def error_of(ref: Any, seconds: float = 0.0) -> BaseException | None:
         failure: BaseException = error
         return failure.with_traceback(None)
     return None
+
+
+def ignore(refs: Sequence[ObjectRef[Any]]) -> None:
+    """Keep Ray from logging the errors that the replies of a failed call may still bring as unhandled ones."""
+
+    def hold(ref: ObjectRef[Any], value: Any) -> None:
+        """Keep the reference until the reply has come: Ray logs an error that comes when there is none."""
+
+    for ref in wait(refs)[1]:
+        on_ready(ref, partial(hold, ref))
 
 
 def taken(reply: Any) -> Items:

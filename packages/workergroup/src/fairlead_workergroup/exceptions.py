@@ -27,8 +27,6 @@ __all__ = [
 
 # A message about thousands of workers has to stay readable.
 MOST_SHOWN = 16
-
-
 FailureKind = Literal[
     "killed",
     "exited",
@@ -42,13 +40,16 @@ FailureKind = Literal[
     "left",
 ]
 # What to do about the loss of workers, by the kind of the first loss.
+STATE = "New workers have the state of their constructor: `Restart(method=...)` names a method that loads the rest."
 _AGAIN = "`restart_failed_workers()` starts them again"
+_ELSEWHERE = f"{_AGAIN} on other nodes, if the cluster has room there. {STATE}"
 REMEDIES: Mapping[FailureKind, str] = {
-    "killed": f"Look at the logs of these workers. {_AGAIN}.",
-    "exited": f"A method, or code that it calls, has ended the process: look at the logs of these workers. {_AGAIN}.",
-    "node-lost": f"{_AGAIN} on other nodes, if the cluster has room there.",
-    "out-of-memory": f"Let the workers use less memory, or raise the limit. {_AGAIN}.",
-    "preempted": f"{_AGAIN} on other nodes, if the cluster has room there.",
+    "killed": f"Look at the logs of these workers. {_AGAIN}. {STATE}",
+    "exited": "A method, or code that it calls, has ended the process: look at the logs of these workers. "
+    f"{_AGAIN}. {STATE}",
+    "node-lost": _ELSEWHERE,
+    "out-of-memory": f"Let the workers use less memory, or raise the limit. {_AGAIN}. {STATE}",
+    "preempted": _ELSEWHERE,
     "shut-down": "Their group, their cluster or the process that made them has ended, and they with it. Reserve the "
     "cluster again, and create a new group on it.",
 }
@@ -78,8 +79,6 @@ class WorkerFailure:
         log: the path of the worker's log file on its node, with what it wrote to stderr; the file with the ending
             `.out` beside it has stdout. Empty if it is unknown.
 
-    >>> print(WorkerFailure(3, "killed", {"dp": 1}, cause="it was killed"))
-    rank 3 (dp=1): killed: it was killed
     >>> print(WorkerFailure(3, "exited", {"dp": 1}, cause="it died", exit_code=3, log="/tmp/worker-3.err"))
     rank 3 (dp=1): exited, exit code 3: it died
         log: /tmp/worker-3.err
@@ -277,8 +276,7 @@ class WorkerStartError(WorkerGroupError):
 class RemoteError(WorkerGroupError):
     """A worker raised an exception that cannot be raised in the driver.
 
-    The driver cannot import its class or cannot copy it; or it is a KeyboardInterrupt, which would look like one of the
-    caller.
+    The driver cannot import its class or cannot copy it.
 
     Attributes:
         type_name: the full name of the exception's class.

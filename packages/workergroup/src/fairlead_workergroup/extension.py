@@ -18,7 +18,8 @@ from ._membership.losses import find_losses
 from ._model import GroupState, Member
 from ._observe.board import read_groups
 from ._observe.query import cancel_calls, late_workers
-from ._remote.outside import look_from_outside
+from ._observe.remote_errors import explain_errors
+from ._remote.node import look_from_outside
 from .exceptions import LateWorker, WorkerFailure
 
 __all__ = ["Member", "Reply", "Site", "look_from_outside", "read_groups"]
@@ -29,21 +30,13 @@ CANCEL_S = 0.7
 
 @dataclass(frozen=True)
 class Reply:
-    """The outcome of one request; exactly one of the attributes other than `worker` counts.
-
-    Attributes:
-        worker: who was asked.
-        value: what the function returned.
-        error: what the function raised.
-        failure: why the worker was lost.
-        late: what the worker was doing at the deadline.
-    """
+    """The outcome of one request; exactly one of the attributes other than `worker` counts."""
 
     worker: Member
-    value: Any = None
-    error: BaseException | None = None
-    failure: WorkerFailure | None = None
-    late: LateWorker | None = None
+    value: Any = None  # what the function returned
+    error: BaseException | None = None  # what the function raised; its cause is Ray's error, with the traceback
+    failure: WorkerFailure | None = None  # why the worker was lost
+    late: LateWorker | None = None  # what the worker was doing at the deadline
 
     @property
     def is_good(self) -> bool:
@@ -54,24 +47,14 @@ class Reply:
 class Site:
     """A group of this process, for a package that sends requests of its own to the workers.
 
-    It does not keep the group alive.
-
-    Args:
-        group: the group.
-
-    Raises:
-        TypeError: it is not a `RayWorkerGroup`.
+    It does not keep the group alive. A value that is not a `RayWorkerGroup` is a TypeError.
     """
 
     def __init__(self, group: RayWorkerGroup) -> None:
         self._core = find_core(group)
 
     def state(self) -> GroupState:
-        """Return the members of the group as they are now.
-
-        Raises:
-            WorkerGroupError: the group, or its Ray, has been shut down.
-        """
+        """Return the members of the group as they are now; raise `WorkerGroupError` if it has been shut down."""
         return self._core.check_alive()
 
     def send(
@@ -126,23 +109,16 @@ class Site:
         deadline = time.monotonic() + timeout_s
         workers = {ref: member for member, ref in requests.items()}
         replies: dict[int, Reply] = {}
-        pending = list(workers)
-        while pending:
-            ready, pending = ray.wait(
-                pending, num_returns=len(pending) if all_of_them else 1, timeout=max(0.0, deadline - time.monotonic())
-            )
-            if not all_of_them and pending:
-                more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
-                ready = [*ready, *more]
-            replies |= {workers[ref].rank: self._read(workers[ref], ref) for ref in ready}
-            if not all_of_them and any(not reply.is_good for reply in replies.values()):
-                break
+        pending = [*workers]
+        while pending and (all_of_them or all(reply.is_good for reply in replies.values())):
+            left_s = max(0.0, deadline - time.monotonic())
+            ready, pending = ray.wait(pending, num_returns=len(pending) if all_of_them else 1, timeout=left_s)
+            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
+            replies |= {workers[ref].rank: self._read(workers[ref], ref) for ref in (*ready, *more)}
             if pending and time.monotonic() >= deadline:
                 late = [workers[ref] for ref in pending]
-                replies |= {
-                    seen.rank: Reply(worker, late=seen) for worker, seen in zip(late, late_workers(late), strict=True)
-                }
-                break
+                looks = zip(late, late_workers(late), strict=True)
+                return replies | {member.rank: Reply(member, late=seen) for member, seen in looks}
         return replies
 
     def cancel(self, requests: Mapping[Member, Any]) -> None:
@@ -173,7 +149,7 @@ class Site:
         try:
             return Reply(worker, ray.get(ref))
         except ray.exceptions.RayTaskError as error:
-            return Reply(worker, error=error.cause if isinstance(error.cause, BaseException) else error)
+            return Reply(worker, error=explain_errors({worker: error}))
         except ray.exceptions.RayError as error:
             lost = find_losses(self._core, {worker: error})
             self._core.note(lost.items())

@@ -19,6 +19,7 @@ False
 >>> ray.shutdown()
 """
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,8 @@ from ._group import RayWorkerGroup
 from ._membership.core import find_core
 from ._model import Member
 from ._observe.query import ANSWER_S, ask_nodes
-from ._remote import faults
+from ._remote.node import send_and_wait
+from ._remote.process import send_signal
 from .exceptions import WorkerGroupError
 
 __all__ = ["assert_no_leaks", "kill", "resume", "stop"]
@@ -45,7 +47,7 @@ def kill(group: RayWorkerGroup, rank: int) -> None:
         WorkerGroupError: the group, or its Ray, has been shut down, or the worker's node failed to do it.
     """
     worker = _worker(group, rank)
-    if not _on_node(worker, faults.kill, WITHIN_S):
+    if not _on_node(worker, send_and_wait, signal.SIGKILL, WITHIN_S):
         raise WorkerGroupError(f"{worker} is still alive {WITHIN_S:g} s after SIGKILL")
 
 
@@ -57,7 +59,7 @@ def stop(group: RayWorkerGroup, rank: int) -> None:
         WorkerGroupError: the group, or its Ray, has been shut down, or the worker's node failed to do it.
     """
     worker = _worker(group, rank)
-    if not _on_node(worker, faults.stop, WITHIN_S):
+    if not _on_node(worker, send_and_wait, signal.SIGSTOP, WITHIN_S):
         raise WorkerGroupError(f"{worker} has not been stopped within {WITHIN_S:g} s of SIGSTOP")
 
 
@@ -68,7 +70,7 @@ def resume(group: RayWorkerGroup, rank: int) -> None:
         IndexError, TypeError: there is no such rank.
         WorkerGroupError: the group, or its Ray, has been shut down, or the worker's node failed to do it.
     """
-    _on_node(_worker(group, rank), faults.continue_)
+    _on_node(_worker(group, rank), send_signal, signal.SIGCONT)
 
 
 def _worker(group: RayWorkerGroup, rank: Any) -> Member:

@@ -18,7 +18,6 @@ After a resize of the group, its method `on_resize` calls:
 # No `from __future__ import annotations`: torch compares the annotations of communication hooks.
 import inspect
 import io
-import ipaddress
 import os
 import pickle
 from datetime import timedelta
@@ -105,13 +104,10 @@ def _interface_of(address: str) -> str | None:
     """Return the network interface that has an IPv4 or IPv6 address; None if none has, or for a host name."""
     import psutil  # Ray brings it, and puts it on the path when it is imported.
 
-    try:
-        wanted = str(ipaddress.ip_address(address.partition("%")[0]))
-    except ValueError:  # `ray start` takes a host name too
-        return None
-    interfaces = psutil.net_if_addrs().items()
-    held = ((name, entry.address.partition("%")[0]) for name, entries in interfaces for entry in entries)
-    return next((name for name, own in held if own == wanted), None)
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
+            return str(name)
+    return None
 
 
 def axis_group(*axes: str) -> dist.ProcessGroup:

@@ -6,7 +6,7 @@ import os
 import pytest
 import ray
 
-from fairlead_placement import RayVirtualCluster, ResourceInsufficientError
+from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup, WorkerOptions, WorkerStartError
 
 # What a node pretends to have, and the variable that limits what a process sees of it.
@@ -155,39 +155,3 @@ def test_a_process_keeps_what_it_sees(node):
         assert group.call("look").result() == [("0", "0,1", "0"), ("1", "0,1", "1")]
         assert group.restart([0], elsewhere=True) == [0]
         assert group.call("look").result() == [("2", "2,1", "0"), ("1", "0,1", "1")]
-
-
-@once
-def test_a_part_of_a_device(node):
-    """Bundles have equal parts of a device, on a node that has the requested model of it."""
-    model = {"accelerator_type:X1": 0.001}
-    options = {"accelerators": {"GPU": 0.5}, "node_resource_constraints": [model], "reserve_timeout_s": 0}
-    with RayVirtualCluster([8], **options) as cluster:
-        assert [slot.accelerator_ids for slot in cluster.slots()] == [(str(at // 2),) for at in range(8)]
-    with pytest.raises(ResourceInsufficientError, match="cannot hold 1 bundle in"):
-        RayVirtualCluster([1], node_resource_constraints=[{"accelerator_type:X2": 0.001}]).reserve()
-
-
-@once
-def test_a_part_that_ray_does_not_give(node):
-    """What Ray refuses to give to a process is a ValueError, and nothing stays reserved, as `no_leaks` checks."""
-    with pytest.raises(ValueError, match="HPU resource quantity must be whole numbers"):
-        RayVirtualCluster([1], accelerators={"HPU": 0.5}).reserve()
-
-
-@once
-def test_workers_share_what_a_bundle_holds(node):
-    """Two groups in the same bundles have half each of every resource there."""
-    options = {"use_gpus": False, "max_colocated_worker_groups": 2}
-    with (
-        RayVirtualCluster([1], node_resource_constraints=[{"licence": 3, "memory": 1 << 20}], **options) as cluster,
-        RayWorkerGroup(cluster, Worker, name_prefix="a") as first,
-        RayWorkerGroup(cluster, Worker, name_prefix="b") as second,
-    ):
-        for group in (first, second):
-            (held,) = group.call("resources").result()
-            assert {name: amount for name, amount in held.items() if "group" not in name} == {
-                "CPU": 1.0,
-                "licence": 1.5,
-                "memory": float(1 << 19),
-            }

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 
 import pytest
 import ray
@@ -131,15 +130,6 @@ def test_late_news_of_an_exit(local_ray):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     found = [line for line in done.stdout.splitlines() if line.startswith("found")]  # and what the node prints
     assert (done.returncode, found) == (0, ["found exited 3", "found True"]), done.stderr
-
-
-def test_the_users_hook_for_threads(start):
-    """The hook for the errors of threads stays the user's."""
-
-    def read_hook(worker):
-        return threading.excepthook is threading.__excepthook__
-
-    assert start(1).call(read_hook).result() == [True]
 
 
 @pytest.mark.parametrize(("how", "overlaps"), [("sys.exit", False), ("exit_actor", True)])

@@ -2,6 +2,8 @@
 """The report of a lost worker."""
 
 import contextlib
+import gc
+import logging
 import os
 import re
 import signal
@@ -10,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -179,6 +182,28 @@ def test_one_remote_traceback(three: RayWorkerGroup) -> None:
     ):
         RayWorkerGroup(cluster, RayWorkerBuilder(NoModel))
     assert "".join(traceback.format_exception(start.value)).count('raise OSError("no model")') == 1
+
+
+def test_errors_behind_the_first_one(three: RayWorkerGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Ray does not log the errors of other workers that arrive after the error of the call has been raised."""
+
+    def fail(worker: object, folder: str) -> None:
+        rank = os.environ["RANK"]
+        while rank != "0" and not os.path.exists(f"{folder}/raised"):
+            time.sleep(0.01)
+        raise ValueError(f"{rank} failed")
+
+    log = logging.getLogger("ray._private.worker")
+    log.addHandler(caplog.handler)
+    try:
+        with contextlib.suppress(ValueError):  # `pytest.raises` would keep the call, and with it the references
+            three.call(fail, str(tmp_path)).result(timeout=60)
+        gc.collect()
+        (tmp_path / "raised").touch()
+        three.call("pid").result(timeout=60)  # it is behind the other errors
+    finally:
+        log.removeHandler(caplog.handler)
+    assert "Unhandled error" not in caplog.text
 
 
 class NoModel:

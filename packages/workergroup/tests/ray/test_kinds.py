@@ -270,15 +270,12 @@ def check_decorated(group):
     assert [outcome.value for outcome in group.call("items", 3).stream()] == [0, 1, 2]
     assert group.call("async_items", 3).result() == [[0, 1, 2]]
     assert group.call("coroutine").result() == group.call("hidden_coroutine").result() == ["value"]
-    for method in ("hidden_items", "returned_items", "returned_from_async"):
-        with pytest.raises(TypeError, match=f"{method}' returned a generator.*Write `yield from"):
+    assert group.call("collected_items").result() == [[1]]
+    for method in ("hidden_items", "returned_items", "returned_from_async", "hidden_async_items"):
+        with pytest.raises(TypeError, match=f"{method}' returned a generator.*`yield from"):
             group.call(method).result()
-    with pytest.raises(TypeError, match=r"returned an async generator.*Make 'hidden_async_items' an `async def`"):
-        group.call("hidden_async_items").result()
     with pytest.raises(TypeError, match="yield from"):
         group.call("returned_items", discard=True).result()
-    with pytest.raises(TypeError, match=r"its decorator returned list .* delete the attribute `__wrapped__`"):
-        group.call("collected_items").result()
     assert group.call("what_was_made").result() == [["closed", "closed"]]
 
 

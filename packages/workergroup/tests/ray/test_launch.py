@@ -41,6 +41,19 @@ def test_own_ray(monkeypatch):
     assert not ray.is_initialized()
 
 
+def test_second_group_on_own_ray(monkeypatch):
+    """Beside the group that has started Ray, others run if there is room; else they are refused without a wait."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    with launch(Policy, workers=2) as first, launch(Policy, workers=1, name_prefix="other") as second:
+        with pytest.raises(ResourceInsufficientError, match=r"this Ray, with 3 CPU\. Its group holds 2") as caught:
+            launch(Policy, workers=2)
+        assert "Call init_ray(num_cpus=...) before the first launch" in str(caught.value)
+        assert "placement group other-0" in str(caught.value)
+        assert len(first.call("read").result(60) + second.call("read").result(60)) == 3
+    assert not ray.is_initialized()
+
+
 @pytest.mark.usefixtures("local_ray")
 class TestOnRunningRay:
     """On a Ray that this process is connected to, which stays."""

@@ -78,22 +78,3 @@ def test_missing_python(cluster):
     """A path that does not exist is reported at once for each node; Ray itself would report it after minutes."""
     with pytest.raises(WorkerStartError, match=r"(?s)/nowhere/bin/python. cannot run the workers:.* on node "):
         RayWorkerGroup(cluster, "only_there.Worker", python="/nowhere/bin/python")
-
-
-def test_broken_python(cluster, tmp_path):
-    """An interpreter that cannot start is reported at once, with its own message."""
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho no libpython >&2\nexit 127\n")
-    broken.chmod(0o755)
-    with pytest.raises(WorkerStartError, match="no libpython"):
-        RayWorkerGroup(cluster, "only_there.Worker", python=str(broken))
-
-
-def test_python_without_ray(cluster, tmp_path):
-    """The Python must have Ray in the cluster's version, and needs nothing else."""
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
-    with pytest.raises(
-        WorkerStartError, match=rf"has ray none, but .* needs ray {ray.__version__}. Ask for 'ray=={ray.__version__}'"
-    ):
-        RayWorkerGroup(cluster, "only_there.Worker", python=str(venv / "bin" / "python"))

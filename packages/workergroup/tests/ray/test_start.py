@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start of a group: refused arguments, the wait for the workers, and what a failure leaves."""
 
+import importlib
 import os
 import re
 import signal
@@ -157,9 +158,9 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("nowhere.to.Be", "No module named 'nowhere'"),
-            ("collections.Nothing", "module 'collections' has no 'Nothing'"),
-            ("os.path.join", "a worker must be a class"),
+            ("nowhere.to.Be", r"cannot import the module 'nowhere'\. Check the name"),
+            ("collections.ordereddict", r"module 'collections' has no 'ordereddict'\. Did you mean 'OrderedDict'\?\n"),
+            ("os.path.join", "a worker must be a class or its full name, got .*>\n"),
         ],
     )
     def test_unknown_class_name(self, cluster, name, message):
@@ -167,6 +168,20 @@ class TestArguments:
         with pytest.raises(WorkerStartError, match=message) as caught:
             RayWorkerGroup(cluster, name)
         assert "describe" in caught.value.remote_traceback
+
+    @pytest.mark.parametrize("by_name", [False, True])
+    def test_module_of_the_driver_only(self, cluster, tmp_path, monkeypatch, by_name):
+        """A class from a folder that only the driver imports from: the remedy in the error works as it is written."""
+        (tmp_path / f"own_models_{by_name}.py").write_text("class Model:\n    def answer(self):\n        return 42\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        model = importlib.import_module(f"own_models_{by_name}").Model
+        worker = f"{model.__module__}.Model" if by_name else model
+        with pytest.raises(WorkerStartError, match=f"cannot import the module {model.__module__!r}") as caught:
+            RayWorkerGroup(cluster, worker, workers_per_node=1)
+        option = re.search(r"env_vars=(\{.*?\})", str(caught.value))
+        assert option is not None
+        with RayWorkerGroup(cluster, worker, workers_per_node=1, env_vars=eval(option[1])) as group:
+            assert answers(group, "answer") == [42]
 
     def test_no_slots(self):
         """A group needs at least one slot."""

@@ -10,7 +10,6 @@ from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
 from fairlead_workergroup.testing import assert_no_leaks, kill, resume, stop
 
 from ..faults import find_running
-from ..hanging import hanging, stopped
 
 
 class Slotted:
@@ -70,13 +69,3 @@ def test_kill(cluster):
         for fault in (kill, stop, resume):
             with pytest.raises(WorkerGroupError, match="shut down"):
                 fault(group, 0)
-
-
-def test_kill_of_stopped_workers(cluster):
-    """A worker that is stopped or holds the GIL can be killed, and resumed."""
-    with RayWorkerGroup(cluster, Slotted, workers_per_node=2) as group:
-        with stopped(group, 0):
-            kill(group, 0)
-        with hanging(group, 1, "native-gil"):
-            kill(group, 1)
-        assert [status.state for status in group.get_worker_status()] == ["dead", "dead"]

@@ -310,14 +310,6 @@ def test_outside_a_worker():
         helpers.axis_group()
 
 
-def test_interface_of_a_host_name():
-    """A node may have the name of a host in place of an address, which is that of no interface."""
-    from fairlead_workergroup import torch as helpers
-
-    assert helpers._interface_of("localhost") is None
-    assert helpers._interface_of("127.0.0.1") is not None
-
-
 def test_unknown_compression(local_ray):
     """An unknown compression is refused before anything starts."""
     with (

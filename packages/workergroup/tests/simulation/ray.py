@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pretended Ray: actors, nodes that die or drain, node agents, and a head that is silent for a while.
 
-The functions of `_remote/facts.py` run in its workers as they are.
+The functions of `_remote/setup.py` run in its workers as they are.
 """
 
 import itertools
@@ -302,7 +302,7 @@ class PretendedRay:
         return method(worker, *args, **kwargs)
 
     def run_in(self, worker: Worker, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function of `_remote/facts.py`, or of the user, with the facts and the environment of a worker."""
+        """Run a function of `_remote/setup.py`, or of the user, with the facts and the environment of a worker."""
         published = SimpleNamespace(facts=worker.facts)
         before, sys.modules["_fairlead_worker"] = sys.modules.get("_fairlead_worker"), published  # type: ignore[assignment]
         try:

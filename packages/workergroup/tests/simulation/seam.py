@@ -19,7 +19,7 @@ from fairlead_workergroup._membership import operations, slots
 from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._membership.losses import find_losses
 from fairlead_workergroup._model import GroupState, Member
-from fairlead_workergroup._remote import facts as remote_facts
+from fairlead_workergroup._remote import setup as remote_facts
 from fairlead_workergroup._start.launch import late_error, start_error
 from fairlead_workergroup._start.worker_class import WorkerClass, describe_class
 from fairlead_workergroup._world import Deadline
@@ -99,6 +99,7 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         # The class of the user is described once for all runs.
         f"{ours}._membership.provision.describe_class": describe_model,
         f"{ours}._arguments.ObjectRef": SimRef,
+        f"{ours}._replies.ignore": lambda refs: None,
         # Variables of the driver.
         f"{ours}._start.launch.forwarded_variables": lambda driver: {},
         # The table of environments in the pyproject.toml, which would be read for each group.

@@ -3,6 +3,7 @@
 
 import dataclasses
 import pickle
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -18,6 +19,7 @@ from fairlead_workergroup import (
     WorkerGroupError,
     WorkerStartError,
 )
+from fairlead_workergroup._model import RestartPolicy
 
 FAILURE = WorkerFailure(3, "killed", {"dp": 1}, "abcdef0123", 77, "it was killed")
 
@@ -85,6 +87,17 @@ def test_fields_through_a_task(error):
     assert isinstance(raised, type(error))
     names = [one.name for one in dataclasses.fields(error)]
     assert [getattr(raised, name) for name in names] == [getattr(error, name) for name in names]
+
+
+@pytest.mark.parametrize("kind", ["killed", "exited", "node-lost", "out-of-memory", "preempted"])
+def test_remedies(kind):
+    """The error of a loss says how the workers are started again, and how they load their state then."""
+    text = str(WorkerFailureError((dataclasses.replace(FAILURE, kind=kind),)))
+    assert "`restart_failed_workers()` starts them again" in text
+    assert "`Restart(method=...)` names a method that loads the rest" in text
+    for scope in ("worker", "group"):
+        policy = RestartPolicy(on_failure=True, max_restarts=1, scope=scope)
+        assert "`Restart(method=...)`" in policy.remedy(SimpleNamespace(restarts=0), [])
 
 
 def test_arguments_of_timeouts():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fairlead_workergroup._remote import process, reaper, stacks
+from fairlead_workergroup._remote import process, setup, stacks
 
 from ..faults import find_running
 from ..processes import KINDS, find_reapers, read_pids, start_children
@@ -72,20 +72,6 @@ def test_reused_pid(parent, tmp_path):
     assert find_running(pids := [pid, *read_pids(tmp_path).values()]) == pids
 
 
-def test_reused_group(tmp_path):
-    """A program that got the pid of an ended worker has ended too: what it has left in its group is not touched."""
-    script = f"sleep 281 & echo $! > {tmp_path}/pid"
-    program = subprocess.Popen(["sh", "-c", script], start_new_session=True)
-    program.wait()
-    left = int((tmp_path / "pid").read_text())
-    try:
-        assert os.getpgid(left) == program.pid
-        assert process.end_trees([(program.pid, process.start_tick(left) - 1)], ["none-"], 20) == []
-        assert find_running([left]) == [left]
-    finally:
-        os.kill(left, signal.SIGKILL)
-
-
 def open_files(pid):
     return sorted(os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd"))
 
@@ -96,7 +82,7 @@ def start_worker(act, *more):
     worker = fork()
     if not worker:
         page = process.mark_tree(identity)
-        reaper.start_reaper(identity, *more)
+        setup.start_reaper(identity, *more)
         held = act()
         while page or held:
             signal.pause()
@@ -149,22 +135,8 @@ def test_reaper_that_does_not_start(monkeypatch, limit):
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2))
     with pytest.raises(OSError, match="memory_limit") if limit else pytest.warns(UserWarning, match="No reaper"):
-        reaper.start_reaper("group-0-1", limit)
+        setup.start_reaper("group-0-1", limit)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_descendants_beside_a_thread_that_ends(monkeypatch):
-    """A thread that ends during the search does not hide what others have started (seam: the list of threads)."""
-    me, listed = (os.getpid(), process.start_tick(os.getpid())), os.listdir
-    monkeypatch.setattr(os, "listdir", lambda folder: ["0", *listed(folder)])
-    child = fork()
-    if not child:
-        signal.pause()
-    try:
-        assert (child, process.start_tick(child)) in process.find_descendants(me)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def test_shared_pages():

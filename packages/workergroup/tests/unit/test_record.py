@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from fairlead_workergroup._remote.process import start_tick
-from fairlead_workergroup._remote.progress import (
+from fairlead_workergroup._remote.record import (
     OverlappingRecord,
     Record,
     open_record,
@@ -96,26 +96,6 @@ def test_cancelled_tasks(record):
     assert record._cancelled == set()
 
 
-def test_two_threads_cancel_at_once(record):
-    """No task is lost if two threads add one at the same moment, while others start."""
-    both_are_there = threading.Barrier(2, timeout=60)
-    tasks = [i.to_bytes(24, "little") for i in range(200)]
-
-    def cancel(own):
-        for task in own:
-            file = open_record(os.getpid())
-            both_are_there.wait()
-            write_cancelled(file, task)
-            os.close(file)
-
-    threads = [threading.Thread(target=cancel, args=[tasks[first::2]]) for first in (0, 1)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        assert starts(record, b"o" * 24)
-    assert not any(starts(record, task) for task in tasks)
-
-
 @pytest.fixture
 def overlapping(monkeypatch):
     """The record of a worker whose methods overlap."""
@@ -166,7 +146,7 @@ def writer():
     """A process that writes its record all the time, with the same number as task, calls, step and message."""
     program = textwrap.dedent("""
         import ray
-        from fairlead_workergroup._remote.progress import Record
+        from fairlead_workergroup._remote.record import Record
         record = Record(["__init__", "work"])
         task = b""
         record._task = lambda: task

@@ -282,3 +282,22 @@ def test_wrong_constructor_arguments():
     ):
         text = str(start_error(error, member, 0, [], None))
         assert ("init_args and init_kwargs of launch" in text) is is_named
+
+
+def test_module_that_a_worker_cannot_import(tmp_path, monkeypatch):
+    """The error names the folder from which the driver imports the module, as the PYTHONPATH of the workers."""
+    (place,) = lay_out(slots(1), prefix="p")
+    member = Member(place, handle=None, actor_id="an actor", node_id="node", pid=71, started=1)
+    (tmp_path / "fairlead_own_models.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, remedy in (
+        ("fairlead_own_models", f'env_vars={{"PYTHONPATH": {str(tmp_path)!r}}}'),
+        ("fairlead_own_models.nets", f'env_vars={{"PYTHONPATH": {str(tmp_path)!r}}}'),
+        ("fairlead_nowhere", "Check the name"),
+        ("pytest", "Install it in the workers' Python"),
+    ):
+        error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+        text = str(start_error(error, member, 0, [], None))
+        assert f"its Python cannot import the module {name!r}" in text
+        assert remedy in text
+        assert "constructor raised" not in text

@@ -10,23 +10,24 @@ from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._model import GroupState, Member, RestartPolicy
-from fairlead_workergroup._observer import Observer
 from fairlead_workergroup._start.layout import lay_out
+from fairlead_workergroup._status import ObservedGroup
 
 from ..faults import let_nodes_report
 
 
-def make_observer(count):
-    """Return an observer of workers that do not exist."""
+def make_group(count):
+    """Return what observes workers that do not exist."""
     group = PlacementGroup.empty()
     at = {"node_idx": 0, "node_id": "a", "node_ip": "", "node_rank": 0}
     slots = [Slot(placement_group=group, bundle_index=rank, local_rank=rank, **at) for rank in range(count)]
     sharding = NamedSharding.from_shape(worker=count)
     places = [replace(place, coords={"worker": place.rank}) for place in lay_out(slots, prefix="local")]
-    core = Core("local", places, sharding, policy=RestartPolicy())
+    group = ObservedGroup()
+    group._core = core = Core("local", places, sharding, policy=RestartPolicy())
     members = [Member(place, actor_id=f"{place.rank:032x}", node_id="a", pid=1) for place in places]
     core.commit(GroupState(0, 0, sharding, tuple(members), phase="serving"))
-    return Observer(core)
+    return group
 
 
 def stuck(method="step", function="all_reduce", line=3):
@@ -47,7 +48,7 @@ def notes(monkeypatch):
 
     def look(*rows):
         let_nodes_report(monkeypatch, dict(enumerate(rows)))
-        found = make_observer(len(rows)).find_stuck(1.0, dump_stacks=True)
+        found = make_group(len(rows)).detect_stuck_workers(1.0)
         assert [one.rank for one in found] == [rank for rank, row in enumerate(rows) if row.get("stuck")]
         return [one.note for one in found]
 

@@ -8,8 +8,8 @@ import types
 
 import pytest
 
+from fairlead_workergroup._remote.node import measure
 from fairlead_workergroup._remote.process import start_tick
-from fairlead_workergroup._remote.usage import measure
 
 
 class Nvml(types.ModuleType):

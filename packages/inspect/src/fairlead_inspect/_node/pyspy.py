@@ -11,6 +11,7 @@ from typing import Any
 
 from .processes import map_threads
 from .references import read_references
+from .requests import read_request
 
 MOST_FRAMES = 64
 # Where a thread begins; a stack that does not reach it is torn.
@@ -32,7 +33,8 @@ def dump(pid: int, program: str, offset: int, until: float) -> tuple[list[dict[s
     note, rows = LATE if program else MISSING, None
     environ = {**os.environ, "RUST_BACKTRACE": "0", "RUST_LIB_BACKTRACE": "0"}  # whose last line would be the reason
     for _ in range(TRIES if program else 0):
-        # No value of a local leaves this function: `ray.get` has the list that it waits for there, and its timeout.
+        # Values of locals leave this node only if they are those of Fairlead that say what it waits for. `ray.get` has
+        # the list that it waits for there, and its timeout.
         command = [program, "dump", "--nonblocking", "--json", "--locals", "--pid", str(pid)]
         if (left := until - time.monotonic()) <= 0:
             break
@@ -67,5 +69,6 @@ def _read_threads(pid: int, threads: Any, offset: int) -> list[dict[str, Any]]:
         stack = tuple((frame["filename"], frame["name"], frame["line"]) for frame in shown)
         row = {"tid": numbers.get(tid, tid), "name": name, "stack": stack}
         row["references"], row["unread"] = read_references(pid, frames, offset)
+        row["request"] = read_request(frames)
         rows.append(row)
     return rows

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..model import Actor, Call, Confidence, Evidence, Finding, Kind, Reservation
 from .case import CALLED, RAN, Case
@@ -27,9 +28,11 @@ _STATUS = "`ray status` shows what is free and what is requested"
 
 def find_faults(case: Case) -> tuple[list[Finding], set[str]]:
     """Return what is wrong with processes, whatever waits for them, and who waits for placement groups."""
-    reservations, held_up = _find_reservations(case)
+    groups, held_up = _find_reservations(case)
+    requests, waiters = _find_requests(case)
     rules = (_find_dead, _find_stopped, _find_nodes, _find_pending, _find_deadlocks, _find_left_in_collective)
-    return [*reservations, *(finding for rule in rules for finding in rule(case))], held_up
+    found = [*groups, *requests, *(finding for rule in rules for finding in rule(case))]
+    return found, held_up | waiters
 
 
 def _find_dead(case: Case) -> list[Finding]:
@@ -240,6 +243,32 @@ def _find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
         findings.append(finding)
         held_up |= {*own}
     return findings, held_up
+
+
+def _find_requests(case: Case) -> tuple[list[Finding], set[str]]:
+    """Name the processes that wait inside of Fairlead for resources, ports or workers; return also who."""
+    found, held_up = list[Finding](), set[str]()
+    for key, process in case.graph.processes.items():
+        requests = [thread.request for thread in process.threads if thread.request is not None]
+        for request in sorted(requests, key=lambda request: -(request.since_s or 0.0))[:1]:
+            late = (request.since_s or 0.0) >= case.after_s
+            more: dict[str, Any] = {"since_s": request.since_s, "since_source": request.function}
+            more["limit_s"] = request.limit_s
+            if request.function == "reserve":
+                lacks = f", and {request.lacks}" if request.lacks else ""
+                blames = late and not case.frees() and not case.snapshot.launches
+                text = f"waits in reserve for {request.wants}{lacks}"
+                found.append(case.say("pending", [key], text, None, blames=blames, remedy=_NODES, **more))
+                held_up.add(key)
+            elif request.function == "lease_ports":
+                text = "waits in lease_ports for the agents of its nodes, which lease ports"
+                found.append(case.say("undecided", [key], text, None, confidence="guess", remedy=_NODES, **more))
+                held_up.add(key)
+            elif not any(key in wait.waiters and wait.targets for wait in case.graph.waits):
+                text = f"waits until the workers of {request.wants} have started"
+                kind: Kind = "undecided" if late else "working"
+                found.append(case.say(kind, [key], text, None, confidence="guess", moves=not late, **more))
+    return found, held_up
 
 
 def _find_deadlocks(case: Case) -> list[Finding]:

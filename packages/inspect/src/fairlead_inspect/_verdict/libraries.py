@@ -2,13 +2,14 @@
 """What Ray's libraries and those for training look like from outside: their threads, actors, collectives and waits.
 
 A file is recognised by its folder in site-packages, so that a checkout that is called "torch" is code of the job.
+Those of Fairlead are also in its own checkout.
 """
 
 import re
 
 from ..model import Actor, Frame
 
-PACKAGES = re.compile(r"/(?:site|dist)-packages/")
+PACKAGES = re.compile(r"/(?:site|dist)-packages/|/packages/[\w-]+/src/fairlead_\w+/")
 _STANDARD = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<frozen|/python3\d+\.zip/")
 RAY = re.compile(r"-packages/ray/|(?:^|/)ray/_raylet")
 

@@ -191,7 +191,9 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
             suspects.update(dict.fromkeys(alive, _REPLICA))
         return None
     if row.kind == "working":
-        return case.say("working", sinks, row.text, wait, workers=wait.workers, moves=True)
+        since_s = end.waited if end.age is None else end.age
+        more: dict[str, Any] = {"workers": wait.workers, "since_s": since_s or None, "limit_s": case.after_s}
+        return case.say("working", sinks, row.text, wait, moves=True, **more)
     return _blame(case, row, sinks, end, wait)
 
 

@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from typing import Any, Literal
 
-from ..model import Actor, Call, Job, Member, Process, Snapshot, WorkerSet
+from ..model import Actor, Call, Job, Member, Process, Snapshot, Thread, WorkerSet
 from .libraries import is_infrastructure
 from .positions import Position, PositionKind, locate
 
@@ -279,15 +279,22 @@ def _find_calls(graph: Graph, read: Container[str]) -> list[Wait]:
             # The driver, if the thread that has submitted it is not known to Ray.
             submitter = graph.key_of(parent) if parent else actor_id if actor_id in graph.actors else graph.driver
             called.setdefault(submitter, {})[graph.key_of(call)] = None
+    # Fairlead waits for the actors that it starts.
+    starts = {key for key, process in graph.processes.items() if any(map(_is_start, process.threads))}
     # A controller of Ray Train makes no call that lasts, so that it may wait for the actors that it has created.
     for key, actor in graph.actors.items():
         busy = key in graph.positions and graph.positions[key].kind in _BUSY
-        if busy and key not in graph.infrastructure and actor.owner in owners:
+        pending = key in graph.absent and actor.death is None and owners.get(actor.owner) in starts
+        if (busy or pending) and key not in graph.infrastructure and actor.owner in owners:
             called.setdefault(owners[actor.owner], {})[key] = None
     waits = []
     for key, place in graph.positions.items():
         unreadable = key in graph.infrastructure or place.kind in _UNREADABLE or key.startswith("driver:")
         targets = tuple(target for target in called.get(key, ()) if target != key)
-        if key not in read and unreadable and targets and place.motion != "moving":
+        if key not in read and (key in starts or (unreadable and place.motion != "moving")) and targets:
             waits.append(Wait("calls", (key,), targets, certain=False))
     return waits
+
+
+def _is_start(thread: Thread) -> bool:
+    return thread.request is not None and thread.request.function == "wait_started"

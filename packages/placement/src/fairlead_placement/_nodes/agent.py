@@ -2,11 +2,12 @@
 """The node agents of this process: one actor for each node on which it holds something, and only for that long.
 
 An agent needs no resources. It ends with the last of what it holds, and with this process. Workers are not affected
-when it dies; what it held is lost, and whoever holds it is told.
+when it dies; its ports are lost, with a warning, and what this process has published there is published again.
 """
 
 import contextlib
 import functools
+import logging
 import threading
 import time
 import uuid
@@ -24,9 +25,7 @@ from .background import run_in_thread
 from .functions import explain_failure
 from .head import ask_head, head_deadline
 
-# Called on a background thread after an agent has died, with its node, the names that it held, and why.
-OnLoss = Callable[[str, Collection[str], str], object]
-
+logger = logging.getLogger(__name__)
 AGENT_NAME_PREFIX = "fairlead-agent-"
 # All processes find the agent of an owner's own node there, whatever namespace they are in.
 NAMESPACE = "fairlead"
@@ -36,8 +35,6 @@ _DEAD = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
 _GONE = (*_DEAD, ray.exceptions.ActorUnavailableError)
 # The first and the longest pause before a request is repeated.
 PAUSES_S = (0.05, 1.0)
-# The pause before a loss is reported: agents may die one after the other, as on a node that drains.
-REPORT_S = 1.0
 # For an agent, whose process may have to start.
 ANSWER_S = 60.0
 # fairlead-placement need not be installed on the nodes.
@@ -61,8 +58,8 @@ _lock = threading.RLock()
 _agents: dict[str, _Agent] = {}
 # The thread that has it creates agents. Others wait for it until their own deadlines.
 _creating = threading.RLock()
-# Each looks for its own among the names that an agent has held.
-listeners: list[OnLoss] = []
+# Called on a background thread with the names that an agent has held, after it has died.
+listeners: list[Callable[[Collection[str]], object]] = []
 
 
 @functools.cache
@@ -99,17 +96,17 @@ def ask_agents(
         try:
             with head_deadline(max(0.0, deadline - time.monotonic())):
                 agents = _get_agents({node_id: names[node_id] for node_id in left}, deadline)
-            found = _send(method, agents, arguments, deadline if wait else 0.0)
+            outcomes = _send(method, agents, arguments, deadline if wait else 0.0)
         except (PlacementError, ray.exceptions.RayError) as error:
             return answers | dict.fromkeys(left, error)
         if not wait:
             break
-        answers |= _explain_all(method, timeout_s, found)
+        answers |= _explain_all(method, timeout_s, outcomes)
         is_over = time.monotonic() >= deadline
         # A name that was released in the meantime is not held again.
         left = [
             node_id
-            for node_id, (_, failure) in found.items()
+            for node_id, (_, failure) in outcomes.items()
             if not is_over and _is_own(failure, _GONE) and agents[node_id].holds.issuperset(names[node_id])
         ]
         if left:
@@ -118,25 +115,20 @@ def ask_agents(
     return answers
 
 
-def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> dict[str, Exception]:
-    """Release what agents hold, and end the agents that hold nothing else.
-
-    Returns:
-        By node id, why an agent that still holds something did not answer in time. It releases the names later.
-    """
-    here, found = connection(), dict[str, Any]()
+def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> None:
+    """Release what agents hold, and end the agents that hold nothing else. One that is late releases it later."""
+    here = connection()
     with _lock:
         agents = {node_id: _agents[node_id] for node_id in names.keys() & _agents.keys() if _agents[node_id].on is here}
+        for node_id, agent in agents.items():
+            agent.holds.difference_update(names[node_id])
     try:
         if agents:
             requests = {node_id: ([*names[node_id]],) for node_id in agents}
-            found = _send("release", agents, requests, time.monotonic() + timeout_s)
+            _send("release", agents, requests, time.monotonic() + timeout_s)
     finally:
-        for node_id, agent in agents.items():
-            _leave(agent, names[node_id])
-    left = {node_id: outcome for node_id, outcome in found.items() if agents[node_id].holds}
-    late = {node_id: outcome for node_id, outcome in left.items() if outcome[1] and not _is_own(outcome[1], _DEAD)}
-    return _explain_all("release", timeout_s, late)
+        for agent in agents.values():
+            _end_if_idle(agent)
 
 
 def nodes_with(name: str) -> list[str]:
@@ -212,28 +204,26 @@ def _watch(agent: _Agent) -> None:
 
 
 def _lose(agent: _Agent, why: str) -> None:
-    """Forget an agent that has died, and report that on a background thread if something was held there."""
+    """Forget an agent that has died, and report that if it held something."""
     with _lock:
         if _agents.get(agent.node_id) is not agent:
             return
         del _agents[agent.node_id]
-
-    def report() -> None:
-        time.sleep(REPORT_S)
-        with _lock:
-            now = _agents.get(agent.node_id)
-            lost = agent.holds - (now.holds if now else set())  # without what has been requested again
+        held = [*agent.holds]
+    if held:
+        logger.warning(
+            "The agent of node %s has died: %s. Servers that listen on ports that it held for this process are not "
+            "affected, but others can take these ports now. Lease others for what is still to start.",
+            agent.node_id[:8],
+            " ".join(why.split("\n\t")[0].split()),
+        )
         for listener in listeners:
-            listener(agent.node_id, lost, " ".join(why.split("\n\t")[0].split()))
-
-    if agent.holds:
-        run_in_thread(report)
+            run_in_thread(listener, held)
 
 
-def _leave(agent: _Agent, names: Collection[str]) -> None:
-    """Note that an agent does not hold names any more, and end it if it holds nothing else."""
+def _end_if_idle(agent: _Agent) -> None:
+    """End an agent that holds nothing any more."""
     with _lock:
-        agent.holds.difference_update(names)
         if agent.holds or _agents.get(agent.node_id) is not agent or agent.handle is None:
             return
         del _agents[agent.node_id]
@@ -251,13 +241,13 @@ def _send(
         node_id: functools.partial(getattr(handle, method).remote, *arguments[node_id])
         for node_id, handle in handles.items()
     }
-    found: dict[str, Any] = dict.fromkeys(agents.keys() - handles, (None, ray.exceptions.ActorDiedError()))
-    found |= collect(sends, max(0.0, deadline - time.monotonic()))
-    for node_id, (_, error) in found.items():
+    outcomes: dict[str, Any] = dict.fromkeys(agents.keys() - handles, (None, ray.exceptions.ActorDiedError()))
+    outcomes |= collect(sends, max(0.0, deadline - time.monotonic()))
+    for node_id, (_, error) in outcomes.items():
         agents[node_id].is_known |= error is None
         if _is_own(error, _DEAD):
             _lose(agents[node_id], str(error))
-    return found
+    return outcomes
 
 
 def _is_own(error: Exception | None, kinds: tuple[type[Exception], ...]) -> bool:
@@ -265,7 +255,7 @@ def _is_own(error: Exception | None, kinds: tuple[type[Exception], ...]) -> bool
     return isinstance(error, kinds) and not isinstance(error, ray.exceptions.RayTaskError)
 
 
-def _explain_all(method: str, limit_s: float, found: Mapping[str, tuple[Any, Exception | None]]) -> dict[str, Any]:
+def _explain_all(method: str, limit_s: float, outcomes: Mapping[str, tuple[Any, Exception | None]]) -> dict[str, Any]:
     """Return by node id the answer, or the error that says what to do."""
     advice = "Its process may be starting on a very busy node: try again, or look at the node."
     return {
@@ -276,5 +266,5 @@ def _explain_all(method: str, limit_s: float, found: Mapping[str, tuple[Any, Exc
             f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. {advice}",
             f"The agent of node {node_id} could not do {method!r}",
         )
-        for node_id, (answer, error) in found.items()
+        for node_id, (answer, error) in outcomes.items()
     }

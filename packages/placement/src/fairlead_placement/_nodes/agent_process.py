@@ -87,24 +87,24 @@ class NodeAgent:
 
         The owner chooses the ids, so that it can release a lease whose answer was lost, or request it again.
         """
-        if all(one in self._held for one in lease_ids):
-            return [self._held[one][0] for one in lease_ids], 0, 0
-        mine, found, in_use = {port for port, _ in self._held.values()}, dict[int, socket.socket](), 0
+        if all(lease_id in self._held for lease_id in lease_ids):
+            return [self._held[lease_id][0] for lease_id in lease_ids], 0, 0
+        leased, bound, in_use = {port for port, _ in self._held.values()}, dict[int, socket.socket](), 0
         start = low + (self._next - low) % (high - low + 1)
         for port in (*range(start, high + 1), *range(low, start)):
-            if port in mine or len(found) == len(lease_ids):
+            if port in leased or len(bound) == len(lease_ids):
                 continue
             if (held := _hold(port)) is None:
                 in_use += 1
             else:
-                found[port] = held
-        if len(found) < len(lease_ids):
-            for held in found.values():
+                bound[port] = held
+        if len(bound) < len(lease_ids):
+            for held in bound.values():
                 held.close()
-            return [], sum(low <= port <= high for port in mine), in_use
-        self._held.update(zip(lease_ids, found.items(), strict=True))
-        self._next = [*found][-1] + 1
-        return list(found), 0, 0
+            return [], sum(low <= port <= high for port in leased), in_use
+        self._held.update(zip(lease_ids, bound.items(), strict=True))
+        self._next = [*bound][-1] + 1
+        return list(bound), 0, 0
 
     def publish(self, key: str, version: int, value: Any) -> None:
         """Publish a value, in place of an older one with this key."""

@@ -69,10 +69,9 @@ def _send(key: str, version: int, value: Any, timeout_s: float = PUBLISH_S, *, w
     return answers
 
 
-def _publish_again(node_id: str, names: Collection[str], why: str) -> None:
+def _publish_again(names: Collection[str]) -> None:
     for key in names:
         if (published := _published.get(key)) is not None:
-            logger.info("The agent of node %s has died, and %s is published again: %s", node_id[:8], key, why)
             _send(key, *published[1:])
 
 

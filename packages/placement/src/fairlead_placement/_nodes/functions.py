@@ -60,8 +60,8 @@ def find_here(node_ids: Iterable[str]) -> frozenset[str]:
         _seen = here, {}
     known = _seen[1]
     if not wanted <= known.keys():  # a node that runs has a raylet, so a look is enough for its life
-        found = {raylet.node_id for raylet in list_raylets()}
-        known.update((node_id, node_id in found) for node_id in wanted)
+        seen = {raylet.node_id for raylet in list_raylets()}
+        known.update((node_id, node_id in seen) for node_id in wanted)
     return frozenset(node_id for node_id in wanted if known[node_id])
 
 

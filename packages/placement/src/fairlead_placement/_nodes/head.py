@@ -194,7 +194,7 @@ def read_holders() -> tuple[ResourceHolder, ...]:
     groups, actors = ask_head("list who holds resources", lambda: (placement_group_table(), live_actors()))
     holders = []
     for group_id, row in groups.items():
-        placed = group_pairs((node_id, row["bundles"][at]) for at, node_id in row["bundles_to_node_id"].items())
+        placed = group_pairs((node_id, row["bundles"][index]) for index, node_id in row["bundles_to_node_id"].items())
         bundles = {node_id: tuple(held) for node_id, held in placed.items() if node_id}
         if bundles and row["state"] != "REMOVED":
             # The id ends with that of the job. Only the state API reports it, which needs a dashboard.

@@ -8,7 +8,7 @@ from typing import Any
 from .agent import ANSWER_S, ask_agents, release
 from .agent_process import FIRST_SAMPLE_S, take_sample
 from .functions import run_on_nodes
-from .head import alive_nodes, choose_alive, head_deadline
+from .head import alive_nodes, head_deadline
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def watch(node_ids: Iterable[str], watcher: str) -> None:
 
 
 def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage, ...]:
-    """Return the memory of each node that is alive, in the order given; a PlacementError if one does not answer.
+    """Return the memory of each node that is alive, in the order given; raise the error of one that does not answer.
 
     With a watcher it is from the latest sample of the agents, as for `watch`; without one, this is the only sample.
     """
@@ -71,15 +71,13 @@ def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage,
     else:
         names = dict.fromkeys(asked, (watcher,))
         answers = ask_agents("memory", dict.fromkeys(asked, (watcher, FIRST_SAMPLE_S)), names)
-    failed = {node_id: answer for node_id, answer in answers.items() if isinstance(answer, Exception)}
-    for node_id in choose_alive(failed) if failed else ():
-        raise failed[node_id]
     usage = []
     for node_id in asked:
-        if node_id not in failed:
-            total, used, available, peak, gpus, samples, sampled_at = answers[node_id]
-            on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
-            usage.append(NodeUsage(node_id, total, used, available, peak, on_gpus, samples, sampled_at))
+        if isinstance(answers[node_id], Exception):
+            raise answers[node_id]
+        total, used, available, peak, gpus, samples, sampled_at = answers[node_id]
+        on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
+        usage.append(NodeUsage(node_id, total, used, available, peak, on_gpus, samples, sampled_at))
     return tuple(usage)
 
 

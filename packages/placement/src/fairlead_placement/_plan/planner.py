@@ -7,7 +7,7 @@ shape are interchangeable. So the work grows with the number of nodes times that
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,20 +36,17 @@ def decide(
     choice is revised, so uneven requests may have an arrangement that is not found.
 
     With `own_nodes`, no two logical nodes share a physical node. With `segment_size`, each group of that many logical
-    nodes, by number, is on physical nodes of its own in one topology domain. The verdict is "impossible" only if totals
-    or the largest requests prove that, and "taken" only if there is a plan for the nodes when nothing runs on them.
+    nodes, by number, is on physical nodes of its own in one topology domain. The verdict is "taken" if there is a plan
+    for the nodes when nothing runs on them, else "impossible".
     """
     own_nodes = own_nodes or segment_size is not None
     if asks and asks[0].labels:
         nodes = [node for node in nodes if matches(asks[0].labels, node.labels)]
-    free = Site(asks, nodes, False, own_nodes)
-    plan = free.make_plan(segment_size)
+    plan = Site(asks, nodes, False, own_nodes).make_plan(segment_size)
     if plan is not None:
         return Decision(plan, "fits")
-    idle = Site(asks, nodes, True, own_nodes) if is_in_use(asks, nodes) else free
-    if idle.is_impossible(segment_size):
-        return Decision(None, "impossible")
-    return Decision(None, "taken" if idle is not free and idle.make_plan(segment_size) is not None else "not found")
+    is_taken = is_in_use(asks, nodes) and Site(asks, nodes, True, own_nodes).make_plan(segment_size) is not None
+    return Decision(None, "taken" if is_taken else "impossible")
 
 
 def is_in_use(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
@@ -100,7 +97,7 @@ class Site:
         """Return the node ids of each logical node; nothing if Ray chooses them; None if no plan is found."""
         everywhere = range(len(self.nodes))
         if any(ask.strategy != "STRICT_PACK" for ask in self.asks):
-            return None if self._lacks_room(everywhere) else {}
+            return None if self._lacks_room() else {}
         if segment_size is not None:
             places = self._place_in_segments(segment_size)
         else:
@@ -111,30 +108,16 @@ class Site:
             return None
         return {ask.node_idx: (self.nodes[places[ask.node_idx]].node_id,) * ask.count for ask in self.asks}
 
-    def is_impossible(self, segment_size: int | None) -> bool:
-        """Return whether it is proven that there is no arrangement."""
-        if segment_size is None:
-            return self._lacks_room(range(len(self.nodes)))
-        domains = self._domains()
-        inside = [position for positions in domains for position in positions]
-        segments = sum(len(positions) // segment_size for positions in domains)
-        return segments * segment_size < len(self.asks) or self._lacks_room(inside)
-
-    def _lacks_room(self, positions: Sequence[int]) -> bool:
-        """Return whether totals, or the units that are as large as those of a shape, prove that the nodes lack room."""
+    def _lacks_room(self) -> bool:
+        """Return whether totals, or the nodes that hold a unit of some shape, prove that the nodes lack room."""
         counts = Counter(self.shape_of[ask.node_idx] for ask in self.asks)
-        for shape in counts:
-            larger = [other for other in counts if all(map(operator.ge, other.unit, shape.unit))]
-            needed = sum(other.units * counts[other] for other in larger)
-            most = sum(counts[other] for other in larger) if shape.apart else needed
-            if self.own_nodes and shape.units == 1:
-                most = 1
-            if needed > sum(min(shape.fits[position], most) for position in positions):
+        for shape, number in counts.items():
+            most = number if shape.apart else shape.units * number
+            if shape.units * number > sum(min(count, most) for count in shape.fits):
                 return True
         units = [(shape.unit, shape.units * n) for shape, n in counts.items()]
-        room = [self.room[position] for position in positions]
         return any(
-            sum(unit[resource] * n for unit, n in units) > sum(has[resource] for has in room)
+            sum(unit[resource] * n for unit, n in units) > sum(has[resource] for has in self.room)
             for resource in range(len(units[0][0]) if units else 0)
         )
 
@@ -160,16 +143,14 @@ class Site:
         members = group_pairs((self.shape_of[ask.node_idx], ask.node_idx) for ask in asks)
         room = {position: self.room[position] for position in positions}
         places: Places = {}
-        for shape in self._largest_first(members, positions):
+        for shape in sorted(members, key=operator.attrgetter("unit"), reverse=True):
             holds = {
                 position: min((has // n for has, n in zip(left, shape.unit, strict=True) if n), default=0)
                 for position, left in room.items()
                 if shape.fits[position]
             }
-            # The tightest are those that the fewest shapes can use.
-            keys = {at: (sum(other.fits[at] > 0 for other in members), number, at) for at, number in holds.items()}
             picked: list[int] = []
-            for position in sorted(holds, key=keys.__getitem__):
+            for position in sorted(holds, key=lambda position: (room[position], position)):
                 if len(picked) == len(members[shape]):
                     break
                 taken = min(holds[position] if shared else 1, len(members[shape]) - len(picked))
@@ -181,15 +162,6 @@ class Site:
                 return None
             places.update(zip(members[shape], sorted(picked), strict=True))
         return places
-
-    def _largest_first(self, shapes: Mapping[Shape, object], positions: Sequence[int]) -> list[Shape]:
-        """Return the shapes that fit on the fewest nodes first, and of these the largest."""
-
-        def size(shape: Shape) -> tuple[object, ...]:
-            fits = [shape.fits[position] for position in positions if shape.fits[position]]
-            return (len(fits), sum(fits), [-n for n in shape.unit])
-
-        return sorted(shapes, key=size)
 
     def _domains(self) -> list[list[int]]:
         """Return the nodes of each topology domain."""

@@ -5,15 +5,12 @@ A *domain* is a set of nodes with a fast interconnect between them; a node witho
 "unknown". The functions are pure.
 """
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 from .._model import Node, check_positive, group_pairs
 from ..exceptions import ResourceInsufficientError
 
-logger = logging.getLogger(__name__)
 # What a node without a domain may be labelled with.
 UNKNOWN = "unknown"
 
@@ -28,20 +25,8 @@ def node_place(node: Node) -> tuple[str, int]:
     rank = node.labels.get("fairlead.io/topo-rank", node.total.get("topo_rank", 0))
     try:
         return domain, int(float(rank))
-    except (ValueError, OverflowError):
-        _warn_of_rank(node.node_id, str(rank))
+    except (ValueError, OverflowError):  # one odd label must not make every reservation fail
         return domain, 0
-
-
-@lru_cache(maxsize=1024)
-def _warn_of_rank(node_id: str, rank: str) -> None:
-    """Warn, once for each node, that its rank is ignored: one odd label must not make every reservation fail."""
-    logger.warning(
-        "The label fairlead.io/topo-rank of node %s must be a number, and it is %r. The node counts as one without a "
-        "rank. Correct the label.",
-        node_id[:8],
-        rank,
-    )
 
 
 def select_segment_nodes(

@@ -47,8 +47,8 @@ def try_gpus(request: Request, nodes: Sequence[Node], owned: Ids, *, deadline: f
     `owned` keeps the ids of the GPUs of each node for the next attempt.
     """
     owned.update(read_gpu_ids([node for node in nodes if node.node_id not in owned], deadline=deadline))
-    if (verdict := _examine_idle(request, nodes, owned)) != "fits":
-        return _refuse(request, nodes, owned, verdict)
+    if _examine_idle(request, nodes, owned) != "fits":
+        return _refuse(request, nodes, owned)
     placed: list[Reserved] = []
     with remove_on_error(lambda: [reserved.group for reserved in placed]):
         for ask in sorted(request.asks, key=lambda ask: -ask.count):
@@ -56,9 +56,9 @@ def try_gpus(request: Request, nodes: Sequence[Node], owned: Ids, *, deadline: f
             suitable = [node for node in nodes if ids <= owned[node.node_id] and matches(ask.labels, node.labels)]
             missing: list[tuple[Node, frozenset[str]]] = []
             for node in sorted(suitable, key=lambda node: node.node_id in used):
-                found, gone = take_gpus(replace(request, asks=(ask,)), node, ids, deadline=deadline)
-                placed += found
-                if found:
+                reserved_here, gone = take_gpus(replace(request, asks=(ask,)), node, ids, deadline=deadline)
+                placed += reserved_here
+                if reserved_here:
                     break
                 missing.append((node, gone))
             else:
@@ -98,7 +98,7 @@ def _examine_idle(request: Request, nodes: Sequence[Node], owned: Ids) -> Verdic
     return decide(asks, idle).verdict
 
 
-def _refuse(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdict) -> Refusal:
+def _refuse(request: Request, nodes: Sequence[Node], owned: Ids) -> Refusal:
     """Return why no node has the GPUs of a request even when it is idle."""
     has = [f"{_name(node)} has {_ids(owned[node.node_id])}" for node in nodes if owned[node.node_id]]
     listed = "; ".join([*has[:SHOWN], *(["..."] if len(has) > SHOWN else [])]) or "no node has a GPU"
@@ -106,12 +106,11 @@ def _refuse(request: Request, nodes: Sequence[Node], owned: Ids, verdict: Verdic
         if missing := request.gpu_ids[ask.node_idx].difference(*owned.values()):
             why = f"No node has GPU {_ids(missing)}, requested for logical node {ask.node_idx}: {listed}."
             return Refusal(why, "Request ids that one node has (gpu_ids)." if has else WITHOUT_GPUS, "impossible")
-    found = "The cluster cannot hold" if verdict == "impossible" else "No arrangement on the cluster was found for"
     what = count_noun(len(request.asks), "logical node")
     return Refusal(
-        f"{found} {what} on the requested GPUs, even when it is idle: {listed}.",
+        f"The cluster cannot hold {what} on the requested GPUs, even when it is idle: {listed}.",
         "The GPUs of a logical node must be on one node, which needs the other requested resources (see below).",
-        verdict,
+        "impossible",
     )
 
 

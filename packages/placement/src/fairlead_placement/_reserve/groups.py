@@ -3,9 +3,7 @@
 
 import contextlib
 import functools
-import logging
 import math
-import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,10 +17,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from .._model import Request, Verdict
 from .._nodes.head import alive_nodes, ask_head, wait_until
-from .._ray_private import abandoned_groups, connection, free_per_node
+from .._ray_private import connection, free_per_node
 from ..exceptions import PlacementError, PlacementTimeoutError
 
-logger = logging.getLogger(__name__)
 # Ray has at least so many seconds to place groups for which the nodes have room: a raylet may be busy.
 PLACING_S = 30.0
 # Nodes report the resources of a new group within this time, which is less than any request to the head gets.
@@ -33,12 +30,8 @@ NO_ROOM_S = 1.0
 _ON_ITS_WAY = ("QUEUED", "SCHEDULING_STARTED", "FINISHED")
 # More groups than this are looked up in Ray's table, which lists every group since the cluster has started.
 ASKED_ALONE = 16
-# The names of groups that this package creates.
-_NAME = re.compile(r".*-[0-9a-f]{8}")
 # Raises if the program does not want what is being waited for any more.
 Check = Callable[[], object]
-# The ids of groups that this process has created and not removed.
-_mine: dict[str, None] = {}
 
 
 @dataclass(frozen=True)
@@ -133,7 +126,6 @@ def create_groups(
             named = {**options, "name": options["name"] and f"{options['name']}-{uuid.uuid4().hex[:8]}"}
             create = functools.partial(placement_group, **named)
             made.append(ask_head("create placement groups", create, undo=_remove_late))
-            _mine[made[-1].id.hex()] = None
         # Ray places a group within two milliseconds, and a look takes one.
         last, pause = max(deadline, time.monotonic() + PLACING_S), 0.0015
         placed: dict[str, tuple[str, ...]] = {}
@@ -143,7 +135,7 @@ def create_groups(
             rows = {row["placement_group_id"]: row for row in ask_head("look at placement groups", _rows, pending)}
             for group_id, row in rows.items():
                 if row["state"] == "CREATED":
-                    placed[group_id] = tuple(row["bundles_to_node_id"][at] for at in range(len(row["bundles"])))
+                    placed[group_id] = tuple(row["bundles_to_node_id"][index] for index in range(len(row["bundles"])))
             pending.difference_update(placed)
             now = time.monotonic()
             states = [rows[id_]["stats"]["scheduling_state"] if id_ in rows else "" for id_ in pending]
@@ -189,23 +181,6 @@ def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
     return tuple(placed)
 
 
-def remove_abandoned() -> bool:
-    """Remove what this job holds for actors that are dead, and return whether there was anything.
-
-    Ray keeps the groups of an actor that was killed until its job ends. One that Ray restarts would wait for itself.
-    """
-    left = ask_head("look for groups of dead actors", abandoned_groups)
-    names = {id_: name for id_, name in left.items() if id_ not in _mine and _NAME.fullmatch(name)}
-    if names:
-        logger.warning(
-            "Removing %d placement group(s) that dead actors of this job have left: %s.",
-            len(names),
-            ", ".join(names.values()),
-        )
-        remove([PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))) for group_id in names])
-    return bool(names)
-
-
 def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool:
     """Remove placement groups, and return whether Ray had their resources back within `timeout_s` seconds.
 
@@ -214,8 +189,6 @@ def remove(groups: Sequence[PlacementGroup], *, timeout_s: float = 30.0) -> bool
     Raises:
         HeadTimeoutError: Ray's head does not answer. The groups are removed in the background once it does.
     """
-    for group in groups:
-        _mine.pop(group.id.hex(), None)
     if not groups or not ray.is_initialized():
         return True
     deadline = time.monotonic() + timeout_s

@@ -64,7 +64,6 @@ class Holding:
     held: Held | None = None
     # Reentrant: a signal handler may shut the cluster down.
     _changing: Any = field(default_factory=threading.RLock)
-    _changer: int = 0  # the thread that has it
     _shutdowns: int = 0  # whatever began before the latest of them ends without a result
 
     @contextlib.contextmanager
@@ -80,12 +79,10 @@ class Holding:
                 f"Waited {timeout_s:.1f} s: another thread still changes the cluster {self.request.name!r}. Try again "
                 f"when that has ended{longer}."
             )
-        outer, self._changer = self._changer, threading.get_ident()
         try:
             with head_deadline(max(0.0, began + timeout_s - time.monotonic())):
                 yield check
         finally:
-            self._changer = outer
             self._changing.release()
 
     def _check(self, shutdowns: int) -> None:
@@ -161,14 +158,10 @@ class Holding:
 
     def read_usage(self, node_ids: Sequence[str]) -> tuple[NodeUsage, ...]:
         """Return the memory of nodes, whose agents go on sampling it if the cluster monitors memory."""
-        check = functools.partial(self._check, self._shutdowns)
-        try:
-            usage = read_usage(node_ids, self.watcher)
-            check()
-            return usage
-        finally:
-            if self.watcher is not None and self.held is None:  # a shutdown may not have seen the agents
-                unwatch(node_ids, self.watcher)
+        usage = read_usage(node_ids, self.watcher)
+        if self.watcher is not None and self.held is None:  # a shutdown may not have seen the agents
+            unwatch(node_ids, self.watcher)
+        return usage
 
     def _return(self, before: Held, held: Held | None, deadline: float) -> bool:
         """Return what was held before and is not any more, and return whether Ray had the resources back in time."""
@@ -191,19 +184,13 @@ class Holding:
     def give_back(self) -> bool:
         """Release ports and groups within `GIVE_BACK_S`, and return whether Ray had the resources back in time.
 
-        What another thread waits for ends. In the middle of a reservation of the same thread nothing can be released.
+        A change that is under way, on another thread or on this one below a signal handler, fails and releases what it
+        has taken.
         """
         deadline = time.monotonic() + GIVE_BACK_S
         self._shutdowns += 1
-        is_inside = self._changer == threading.get_ident()
         with self._change(GIVE_BACK_S):
             held, self.held = self.held, None
-            if held is None and is_inside:
-                raise PlacementError(
-                    f"shutdown() was called inside of a reserve() of the cluster {self.request.name!r} on the same "
-                    "thread, as from a signal handler, and could release nothing yet. That reserve() fails, and "
-                    "releases what it has taken."
-                )
             if held is None or held.ray_ended:
                 return True  # nothing was held, or Ray ended, and with it everything that was
             return self._return(held, None, deadline)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waits until a request can be placed, or raises an error that explains why it cannot and leaves nothing behind."""
 
-import contextlib
+import logging
 import random
 import time
 from collections.abc import Sequence
@@ -12,15 +12,18 @@ import ray
 from .._model import Node, Request, Verdict
 from .._nodes.head import ask_head, read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
-from .._ray_private import autoscaler_is_there
-from .._show import ReservationReport, Waiting, count_noun, name_holders
+from .._ray_private import autoscaler_is_there, started_here
+from .._show import ReservationReport, count_noun, describe_asks, name_amounts, name_holders
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
 from .gpus import WITHOUT_GPUS, try_gpus
-from .groups import Check, Placed, Refusal, allow, place, remove, remove_abandoned
+from .groups import Check, Placed, Refusal, allow, place, remove
 from .slots import LEAST_S, slots_of
 
+logger = logging.getLogger(__name__)
 POLL_S = (0.05, 0.5)
+# A reservation that waits for longer logs why, and again after ten times as long.
+SILENT_S = 1.0
 # How often Ray's head is asked for what changes slowly.
 STATUS_S = 2.0
 _ADVICE = "Request less, add nodes, or wait for nodes that are joining (wait_for_nodes_s)."
@@ -39,47 +42,49 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
     `check` is called during the wait, and raises if that should end.
     """
     request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
+    # From outside, fairlead-inspect reads `wants`, `lacks`, `began` and `limit`.
+    wants = describe_asks(request.asks) + (f" for {request.name}" if request.name else "")
     began = time.monotonic()
     deadline, pause, ask_again_at = began + request.timeout_s, POLL_S[0], 0.0
+    silent_s = SILENT_S
     owned: dict[str, frozenset[str]] = {}  # the ids of the GPUs of nodes
-    with contextlib.ExitStack() as stack:
-        waiting: Waiting | None = None
-        while True:
+    while True:
+        waited = time.monotonic() - began
+        nodes = read_nodes()
+        if request.gpu_ids:
+            outcome = try_gpus(request, nodes, owned, deadline=deadline)
+        else:
+            plan, verdict = decide(request.asks, nodes, request.unified, request.segment_size)
+            placed = None if plan is None else place(request, plan, deadline=deadline, check=check)
+            outcome = _refuse(request, nodes, verdict) if placed is None else placed
+        if isinstance(outcome, Refusal) and waited >= ask_again_at:
+            ask_again_at = waited + STATUS_S
+            outcome = _place_on_new_nodes(request, check, began) or outcome
             waited = time.monotonic() - began
-            nodes = read_nodes()
-            if request.gpu_ids:
-                outcome = try_gpus(request, nodes, owned, deadline=deadline)
-            else:
-                plan, verdict = decide(request.asks, nodes, request.unified, request.segment_size)
-                placed = None if plan is None else place(request, plan, deadline=deadline, check=check)
-                outcome = _refuse(request, nodes, verdict) if placed is None else placed
-            if isinstance(outcome, Refusal) and waited >= ask_again_at:
-                ask_again_at = waited + STATUS_S
-                if remove_abandoned():
-                    continue
-                outcome = _place_on_new_nodes(request, check, began) or outcome
-                waited = time.monotonic() - began
-            if not isinstance(outcome, Refusal):
-                try:
-                    left_s = max(LEAST_S, deadline - time.monotonic())
-                    return slots_of(outcome, request.capacity, timeout_s=left_s, check=check)
-                except BaseException as error:
-                    remove([reserved.group for reserved in outcome])
-                    is_loss = isinstance(error, (ray.exceptions.RayError, PlacementError))  # of a node, most likely
-                    if not is_loss or isinstance(error, PlacementTimeoutError) or time.monotonic() >= deadline:
-                        raise
-                    check()
-                    time.sleep(pause)
-                    continue
-            limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
-            if waited >= limit:
-                raise _explain(request, nodes, outcome, waited)
-            waiting = waiting or stack.enter_context(Waiting(f"Reserving {request.name or 'a cluster'}"))
-            waiting.show("there is no room for it" if outcome.verdict == "taken" else "nodes have to join", limit)
-            check()
-            # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
-            time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
-            pause = min(2 * pause, POLL_S[1])
+        if not isinstance(outcome, Refusal):
+            try:
+                left_s = max(LEAST_S, deadline - time.monotonic())
+                return slots_of(outcome, request.capacity, timeout_s=left_s, check=check)
+            except BaseException as error:
+                remove([reserved.group for reserved in outcome])
+                is_loss = isinstance(error, (ray.exceptions.RayError, PlacementError))  # of a node, most likely
+                if not is_loss or isinstance(error, PlacementTimeoutError) or time.monotonic() >= deadline:
+                    raise
+                check()
+                time.sleep(pause)
+                continue
+        limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
+        if waited >= limit:
+            raise _explain(request, nodes, outcome, waited)
+        lacks = "what it needs is not free" if outcome.verdict == "taken" else "the nodes are too few or too small"
+        if waited >= silent_s:
+            silent_s *= 10
+            why = _explain(request, nodes, outcome, waited)
+            logger.warning("Reserving %s, for up to %g s: %s. %s", wants, limit, lacks, why.reason)
+        check()
+        # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
+        time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
+        pause = min(2 * pause, POLL_S[1])
 
 
 def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict) -> Refusal:
@@ -87,8 +92,7 @@ def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict) -> Refusa
     if verdict in ("fits", "taken"):
         if is_in_use(request.asks, nodes):
             return Refusal(
-                ": the request would fit on these nodes, but others hold what it needs ({holders}; see below). Release "
-                "some of it,"
+                ": the request would fit on these nodes, but others hold what it needs ({holders}). Release some of it,"
             )
         return Refusal(
             ": the nodes have room for the request, but Ray has not placed it. Others may have been faster for a "
@@ -101,15 +105,10 @@ def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict) -> Refusa
     what = f"{bundles} in {count_noun(len(request.asks), 'logical node')}{own}{segments}"
     lacks_gpus = "GPU" in request.accelerators and not any(node.total.get("GPU") for node in nodes)
     advice = f"No node has a GPU. {WITHOUT_GPUS}" if lacks_gpus else _ADVICE
-    if verdict == "impossible":
-        return Refusal(f"The present nodes cannot hold {what}, even when they are idle (see below).", advice, verdict)
-    spread = "" if own or size else 'Use placement_group_strategy="PACK" if a logical node may be on several nodes. '
-    return Refusal(
-        f"No arrangement of {what} on the present nodes was found, even when they are idle (see below). It is not "
-        "proven that there is none.",
-        f"{spread}{advice}",
-        verdict,
-    )
+    spread = [replace(ask, strategy="PACK") for ask in request.asks]
+    if not own and not size and decide(spread, nodes).verdict != "impossible":
+        advice = f'Use placement_group_strategy="PACK" if a logical node may be on several nodes. {advice}'
+    return Refusal(f"The present nodes cannot hold {what}, even when they are idle (see below).", advice, verdict)
 
 
 def _place_on_new_nodes(request: Request, check: Check, began: float) -> Placed | None:
@@ -118,23 +117,29 @@ def _place_on_new_nodes(request: Request, check: Check, began: float) -> Placed 
     if has_no_demand or not ask_head("look for an autoscaler", autoscaler_is_there):
         return None
     limit_s = max(request.timeout_s, request.wait_for_nodes_s)
-    with Waiting(f"Reserving {request.name or 'a cluster'}") as waiting:
-
-        def wait() -> None:
-            check()
-            waiting.show("the autoscaler has to add nodes", limit_s)
-
-        return place(request, {}, deadline=began + limit_s, check=wait, grace_s=None)
+    logger.warning(
+        "Reserving %s, for up to %g s: the autoscaler has to add nodes.", request.name or "a cluster", limit_s
+    )
+    return place(request, {}, deadline=began + limit_s, check=check, grace_s=None)
 
 
-def _explain(request: Request, nodes: Sequence[Node], refusal: Refusal, waited: float) -> PlacementError:
+def _explain(
+    request: Request, nodes: Sequence[Node], refusal: Refusal, waited: float
+) -> ResourceInsufficientError | PlacementTimeoutError:
     """Return the error of a request that has no room at the end of its time."""
     holders = read_holders()
     report = ReservationReport(request.asks, tuple(nodes), holders, refusal.verdict)
+    names = {name for ask in request.asks for name in ask.bundle}
+    own = ""
+    if started_here():
+        total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in names}
+        own = (
+            f" This process has started its Ray itself, with {name_amounts(total)}. To start it with more, call "
+            "init_ray(num_cpus=...) before anything else."
+        )
     if refusal.verdict != "taken":
         after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
-        return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}", report)
-    names = {name for ask in request.asks for name in ask.bundle}
+        return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}{own}", report)
     why = refusal.why.replace("{holders}", name_holders(nodes, holders, names))
     error = ResourceInsufficientError if refusal.of_gpus else PlacementTimeoutError
-    return error(f"Waited {waited:.1f} s{why} or wait longer ({request.timeout_name}).", report)
+    return error(f"Waited {waited:.1f} s{why} or wait longer ({request.timeout_name}).{own}", report)

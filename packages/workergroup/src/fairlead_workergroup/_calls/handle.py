@@ -11,16 +11,14 @@ from typing import Any, ClassVar
 import ray
 
 from fairlead_placement import PlacementError, init_ray
-from fairlead_placement.extension import ask_head, head_deadline, read_board, refuse_client, run_each
+from fairlead_placement.extension import actor_id_of, ask_head, head_deadline, read_board, refuse_client, run_each
 from fairlead_sharding import NamedSharding
 
 from .._membership.core import Core
 from .._model import Member, Resize, RestartPolicy
 from .._observe.board import ANSWER_S, KEY, PublishedGroup, find_group, read_group, read_groups
-from .._observe.status import WorkerStatus
-from .._observer import STUCK_AFTER_S, Observer
-from .._ray_private import actor_id_of
 from .._start.worker_class import Described, WorkerClass
+from .._status import STUCK_AFTER_S, WorkerStatus, read_statuses
 from .._world import Deadline
 from ..exceptions import StaleGroupError, WorkerFailure, WorkerFailureError, WorkerGroupError, format_ranks
 from .map import MapOptions
@@ -157,7 +155,7 @@ class GroupHandle(TypedCalls):
         core = self._connect()
         with head_deadline(HEAD_S):
             core.renew()
-            return Observer(core).read_status(stuck_after_s)
+            return read_statuses(core, stuck_after_s)
 
     def _connect(self) -> "_ClientCore":
         """Return the core of this process, which is made at the first use."""

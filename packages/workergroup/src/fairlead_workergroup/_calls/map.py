@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from .. import _world
 from .._arguments import Arguments
 from .._membership.core import Core
-from .._observe.display import Bar
+from .._observe.progress_bar import Bar
 from .._replies import wait_for_news
 from .._world import Deadline
 from ..exceptions import CallTimeoutError, StaleGroupError, WorkerFailureError

@@ -16,7 +16,7 @@ from .._model import Member
 from .._observe.head import alive_nodes
 from .._observe.query import late_workers
 from .._ray_private import end_of
-from .._remote.facts import apply_facts
+from .._remote.setup import apply_facts
 from .._world import NEVER, Deadline, wait_for_event
 from ..exceptions import (
     FailureKind,

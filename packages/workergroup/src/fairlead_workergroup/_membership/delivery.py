@@ -10,7 +10,7 @@ from ray import ObjectRef
 
 from .. import _world
 from .._model import Member
-from .._remote.facts import do_nothing
+from .._remote.setup import do_nothing
 from .._world import Deadline
 
 _Key = TypeVar("_Key", int, tuple[int, str])  # a rank, or that with what it does

@@ -19,8 +19,7 @@ from .. import _replies as replies
 from .. import _world
 from .._model import Member
 from .._observe.head import dead_actors
-from .._observe.memory import find_killed
-from .._observe.query import ask_nodes
+from .._observe.query import ask_nodes, find_killed
 from .._observe.remote_errors import explain_errors
 from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
@@ -178,6 +177,7 @@ def diagnose(
         first.__suppress_context__ = True  # the error of another worker, with a traceback of its own
     if core is None or not refs:
         return first
+    replies.ignore(refs)
     failed, pending = _find_errors(refs, core)
     known, until = 0, NEVER
     while pending and (count := sum(read_loss(*item) is not None for item in failed.items())) and not until.passed:

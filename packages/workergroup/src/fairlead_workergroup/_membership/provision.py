@@ -13,7 +13,7 @@ from fairlead_placement import (
     Slot,
     lease_ports,
 )
-from fairlead_placement.extension import group_pairs, head_deadline
+from fairlead_placement.extension import actor_id_of, group_pairs, head_deadline
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -21,7 +21,6 @@ from .._arguments import Arguments, NotPicklableError
 from .._model import GroupState, Member, Place, configure_ask
 from .._observe.board import ANSWER_S, Publication, actor_name
 from .._observe.query import look_at_starts
-from .._ray_private import actor_id_of
 from .._remote.process import mark_of
 from .._start.builder import RayWorkerBuilder
 from .._start.environment import EnvVars, check_env_vars, prepare_python, start_variables, variables_at

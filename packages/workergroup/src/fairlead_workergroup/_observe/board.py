@@ -58,25 +58,15 @@ class Publication:
 
 @dataclass(frozen=True)
 class PublishedGroup:
-    """A group, as its process has published it.
+    """A group, as its process has published it."""
 
-    Attributes:
-        group_id: identifies it among all groups.
-        name: its name.
-        namespace: Ray's namespace of its actors.
-        methods: the class as plain data.
-        publication: the number of this publication.
-        state: its members, without their actors; without a pid while they start.
-        board: where it is published, and by which process of which job.
-    """
-
-    group_id: str
+    group_id: str  # identifies it among all groups
     name: str
-    namespace: str
-    methods: Mapping[str, Any]
-    publication: int
-    state: GroupState
-    board: Board
+    namespace: str  # Ray's, of its actors
+    methods: Mapping[str, Any]  # the class as plain data
+    publication: int  # the number of this publication
+    state: GroupState  # members without their actors, and without a pid while they start
+    board: Board  # where it is published, and by which process of which job
 
     @property
     def label(self) -> str:
@@ -85,10 +75,7 @@ class PublishedGroup:
 
 
 def read_groups(published: Iterable[tuple[Board, Any]]) -> list[PublishedGroup]:
-    """Return the groups among the values of boards, by name. Pure.
-
-    Those of another version of the library are left out.
-    """
+    """Return the groups among the values of boards, by name, without those of another version of the library."""
     groups = []
     for board, value in published:
         if isinstance(value, Mapping) and value.get("schema") == SCHEMA:
@@ -124,12 +111,9 @@ def find_group(name: str) -> PublishedGroup:
 
 
 def read_group(group_id: str, job_id: str, worker_id: str) -> PublishedGroup | None:
-    """Return a group as its process has published it last; None if no board of that process has it.
+    """Return a group as its process has published it last; None if no board of that process has it in time.
 
-    It waits up to `PUBLISHED_AGAIN_S` for the group, because a process whose board has died publishes it again.
-
-    Raises:
-        WorkerGroupError: a board of that process does not answer, so that it is unknown whether the group is there.
+    It raises a `WorkerGroupError` if a board does not answer, so that it is unknown whether the group is there.
     """
     deadline = time.monotonic() + PUBLISHED_AGAIN_S
     while True:

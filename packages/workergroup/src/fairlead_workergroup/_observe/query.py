@@ -3,7 +3,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import ray
@@ -11,11 +12,10 @@ import ray
 from fairlead_placement.extension import choose_alive, group_pairs, run_on_nodes
 
 from .._model import Member
-from .._remote.outside import look_from_outside
-from .._remote.progress import cancel_tasks, read_records
+from .._remote.node import cancel_tasks, look_from_outside, read_records, read_verdicts
+from .._remote.stacks import find_innermost
 from .._replies import task_of
 from ..exceptions import LateWorker
-from .stuck import find_innermost
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,9 @@ ANSWER_S = 10.0
 LATE_S = 0.7
 # If Ray's head does not answer within this time, all nodes are asked, including dead ones.
 HEAD_S = 1.0
+# What callers allow may be over: a node that has no free CPU needs half a second to start what reads a verdict. A call
+# raises within a second of its deadline.
+VERDICT_S = 0.7
 # How long the nodes may take to find the processes of workers that start, and their stacks.
 STACKS_S = 2.0
 
@@ -70,32 +73,21 @@ def ask_nodes(
 
 def late_workers(workers: Sequence[Member]) -> tuple[LateWorker, ...]:
     """Return what each of these workers is doing now, as far as their nodes say so within `LATE_S`."""
-    answers = ask_nodes(workers, read_records, within_s=LATE_S, asks_head=False)
-    records: list[Mapping[str, Any]] = [record or {} for record in answers]
+    unknown: dict[str, Any] = {"method": None, "running_s": 0.0}
+    records = ask_nodes(workers, read_records, within_s=LATE_S, asks_head=False)
     return tuple(
-        LateWorker(
-            worker.rank,
-            dict(worker.coords),
-            worker.node_id,
-            worker.pid,
-            method=record.get("method"),
-            running_s=record.get("running_s", 0.0),
-        )
-        for worker, record in zip(workers, records, strict=True)
+        LateWorker(member.rank, dict(member.coords), member.node_id, member.pid, record["method"], record["running_s"])
+        for member, record in zip(workers, (record or unknown for record in records), strict=True)
     )
 
 
 def look_at_starts(workers: Sequence[Member]) -> list[WorkerLook | None]:
     """Return where each worker stands whose constructor has not finished; None if its node does not answer in time."""
-    rows = ask_nodes(
-        workers,
-        look_from_outside,
-        0.0,
-        True,
-        what=lambda worker: (*worker.key, worker.mark),
-        within_s=STACKS_S,
-        asks_head=False,
-    )
+
+    def identify(worker: Member) -> tuple[int, int, str]:
+        return *worker.key, worker.mark
+
+    rows = ask_nodes(workers, look_from_outside, 0.0, True, what=identify, within_s=STACKS_S, asks_head=False)
     return [None if row is None else WorkerLook(row["pid"], find_innermost(row["stacks"])) for row in rows]
 
 
@@ -116,3 +108,18 @@ def cancel_calls(
         if runs is not False or not in_order:  # also if the node has not answered
             ray.cancel(future)
     return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs is not False]
+
+
+def find_killed(workers: Sequence[Member], within_s: float) -> dict[Member, str]:
+    """Return the cause, with both numbers, of the ends of those workers that had passed their limit.
+
+    A node that does not answer `VERDICT_S` after the time of the caller gives none.
+    """
+    limit_s = within_s + VERDICT_S
+    verdicts = ask_nodes(workers, read_verdicts, what=attrgetter("actor_id"), within_s=limit_s, asks_head=False)
+    return {
+        worker: f"its process and its descendants held {verdict[0]:,} bytes of memory, over its memory_limit of "
+        f"{verdict[1]:,} bytes"
+        for worker, verdict in zip(workers, verdicts, strict=True)
+        if verdict is not None
+    }

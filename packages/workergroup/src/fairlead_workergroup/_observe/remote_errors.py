@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that methods raised in workers, as exceptions to raise to callers."""
 
+import contextlib
+import importlib.util
+import os
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -23,9 +26,7 @@ def explain_errors(errors: Mapping[Member, BaseException], method: str = "") -> 
     first.__suppress_context__ = True  # the error of another worker, with a traceback of its own
     shown: BaseException = first
     cause = getattr(first, "cause", None)
-    if type(cause) is RayError and (type_name := getattr(cause, "fairlead_type", None)) is not None:
-        shown = RemoteError(type_name, str(cause), remote_traceback(first), worker.rank)
-    elif _is_unknown_here(first):
+    if _is_unknown_here(first):
         shown = RemoteError(*_read_last_line(first), remote_traceback(first), worker.rank)
     elif isinstance(first, RayTaskError) and isinstance(cause, BaseException):
         shown = cause if not _is_of_result(first) else type(cause)(_explain_result(method, cause))
@@ -75,3 +76,28 @@ def remote_traceback(error: Any) -> str:
     if isinstance(error, UnserializableException):
         return str(getattr(error, "_original_stack_trace", error))
     return str(getattr(error, "traceback_str", "")) or str(error)
+
+
+def explain_missing_module(error: BaseException) -> str:
+    """Return that a worker cannot import a module, and what to do about it; an empty text for other errors."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    folder = _find_folder(error.name.partition(".")[0])
+    remedy = "Install it in the workers' Python, or give them a `python` that has it."
+    if not folder:
+        remedy = f"Check the name. {remedy}"
+    elif os.path.basename(folder) not in ("site-packages", "dist-packages"):
+        remedy = (
+            f"This process imports it from {folder}: if the nodes have that folder, give the workers "
+            f'env_vars={{"PYTHONPATH": {folder!r}}}. Otherwise install the module in their Python.'
+        )
+    return f"its Python cannot import the module {error.name!r}. {remedy}"
+
+
+def _find_folder(module: str) -> str:
+    """Return the folder from which this process imports a module; an empty text if it does not."""
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(module)
+        if spec is not None:
+            return os.path.dirname(next(iter(spec.submodule_search_locations or [spec.origin or ""])))
+    return ""

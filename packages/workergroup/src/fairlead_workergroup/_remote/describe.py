@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load a user's class from its name or its pickled bytes, and describe it where workers will run."""
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -146,5 +147,7 @@ def _import(full_name: str) -> Any:
         try:
             return functools.reduce(getattr, parts[split:], module)
         except AttributeError as error:
-            raise ImportError(f"module {module_name!r} has no {'.'.join(parts[split:])!r}") from error
+            near = difflib.get_close_matches(parts[split], dir(module), 1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise ImportError(f"module {module_name!r} has no {'.'.join(parts[split:])!r}{hint}") from error
     raise missing

@@ -12,7 +12,6 @@ import operator
 import os
 import sys
 import time
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
@@ -21,12 +20,10 @@ import ray
 from ray.exceptions import AsyncioActorExit, RayError
 
 from .describe import load
-from .devices import show_devices
 from .portable import make_portable
-from .process import mark_tree, start_tick
-from .progress import OverlappingRecord, Record
-from .reaper import start_reaper, verdict_of
-from .stacks import write_stacks_on_signal
+from .process import start_tick
+from .record import OverlappingRecord, Record
+from .setup import find_log, set_up
 
 # Results that a worker has to run to get a value. An ObjectRef is awaitable too, but it is a value.
 _UNFINISHED = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType))
@@ -34,18 +31,6 @@ _UNFINISHED = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType))
 _END = object()
 # The name in the record of a function that runs in place of a method.
 FUNCTION = "<function>"
-
-
-def add_to_path(entries: Sequence[str]) -> None:
-    """Put entries of PYTHONPATH into `sys.path` before Python's own modules, where a new Python would have them."""
-    if not entries:
-        return
-    rest = [path for path in sys.path if path not in entries]
-    library = os.path.dirname(os.__file__)
-    index = rest.index(library) if library in rest else 0
-    sys.path[:] = [*rest[:index], *dict.fromkeys(entries), *rest[index:]]
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join([*entries, *(path for path in inherited if path)])
 
 
 class WorkerHost:
@@ -67,33 +52,18 @@ class WorkerHost:
         target is in a list, because references in it and in the arguments are fetched here.
         """
         self._fairlead_prepare(facts)
-        facts.update(_fill(facts, _get_values(facts.values())))
-        cls = load(*_fill(target, _get_values(target)))
-        values = _get_values([*args, *kwargs.values()])
-        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values))
+        facts.update(_resolve(facts))
+        return self._fairlead_construct(load(*_resolve(target)), _resolve(args), _resolve(kwargs))
 
     def _fairlead_give(self, value: Any, _: Any) -> Any:
         """Return a value when another one, which Ray waits for, is there; raise its error."""
         return value
 
     def _fairlead_prepare(self, facts: dict[str, Any]) -> None:
-        """Set the environment and publish the facts, before any code of the user is imported."""
-        os.environ.update(facts["env"])
-        fixed = show_devices(facts.pop("devices", {}), facts["env"])
-        os.environ.update(fixed)
-        facts.update(env={**facts["env"], **fixed}, fixed=tuple(fixed))
-        add_to_path(facts["path"])
-        if "tree" in facts:
-            self._fairlead_page = mark_tree(facts["tree"])
-            limit = facts.pop("memory_limit")
-            verdict = verdict_of(ray.get_runtime_context().get_actor_id()) if limit else ""
-            start_reaper(facts["tree"], limit, verdict)
-        write_stacks_on_signal()
+        """Set this process up, and record that the constructor runs."""
         self._fairlead_record = self._fairlead_record_class(self._fairlead_methods)
         self._fairlead_key = self._fairlead_record.begin(0)
-        published = types.ModuleType("_fairlead_worker")
-        published.__dict__.update(facts=facts, record=self._fairlead_record)
-        sys.modules["_fairlead_worker"] = published
+        self._fairlead_page = set_up(facts, self._fairlead_record)
 
     def _fairlead_construct(self, cls: type, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -103,7 +73,7 @@ class WorkerHost:
             raise
         self._fairlead_record.end(self._fairlead_key)
         node_id = ray.get_runtime_context().get_node_id()
-        return {"pid": os.getpid(), "started": start_tick(os.getpid()), "node_id": node_id, "log": _find_log()}
+        return {"pid": os.getpid(), "started": start_tick(os.getpid()), "node_id": node_id, "log": find_log()}
 
     def _fairlead_begin(self, how: Mapping[str, Any], flat: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a method of this host, or a function in its place, as `how` describes; return its result as it is.
@@ -181,15 +151,6 @@ class WorkerHost:
             yield item
 
 
-def _find_log() -> str:
-    """Return the file to which Ray lets this process write; an empty text if it writes to a terminal or a pipe."""
-    try:
-        path = os.readlink("/proc/self/fd/2")
-    except OSError:
-        return ""
-    return path if os.path.isfile(path) else ""
-
-
 class _MethodRun:
     """Record that a method runs, and prepare the error that it raises."""
 
@@ -211,10 +172,8 @@ class _MethodRun:
 
 def _prepare_error(method: str, error: BaseException) -> None:
     """Prepare an error of a method for its way to the caller."""
-    if isinstance(error, KeyboardInterrupt):
-        shown = RayError(f"{method!r} was interrupted in the worker, whose process continues. {error}".rstrip())
-        shown.fairlead_type = "KeyboardInterrupt"
-        raise shown from error
+    if isinstance(error, KeyboardInterrupt):  # Ray would take it for a cancellation
+        raise RuntimeError(f"{method!r} was interrupted in the worker, whose process continues") from error
     if isinstance(error, Exception) and not isinstance(error, RayError):
         make_portable(error)
 
@@ -290,10 +249,9 @@ class ConcurrentHost(WorkerHost):
     ) -> dict[str, Any]:
         asyncio.get_running_loop().set_task_factory(_start_task)
         self._fairlead_prepare(facts)
-        facts.update(_fill(facts, await _await_values(facts.values())))
-        cls = load(*_fill(target, await _await_values(target)))
-        values = await _await_values([*args, *kwargs.values()])
-        return self._fairlead_construct(cls, _fill(args, values), _fill(kwargs, values))
+        facts.update(await _resolve_on_loop(facts))
+        cls = load(*await _resolve_on_loop(target))
+        return self._fairlead_construct(cls, await _resolve_on_loop(args), await _resolve_on_loop(kwargs))
 
     # After the wait, the check of the epoch and the start of the method are one step of the event loop.
     async def _fairlead_call(self, how: Mapping[str, Any], /, *flat: Any, **kwargs: Any) -> Any:
@@ -321,32 +279,16 @@ async def _value(method: str, result: Any) -> Any:
     """Return the value of a coroutine, and refuse generators, whose first item Ray would return as the value."""
     while inspect.isawaitable(result) and not isinstance(result, ray.ObjectRef):
         result = await result
-    kind, remedy = "a", f"Write `yield from ...` in {method!r} instead of `return ...`"
     if isinstance(result, AsyncGeneratorType):
         await result.aclose()
-        kind = "an async"
-        remedy = f"Make {method!r} an `async def` that yields them (`async for item in ...: yield item`)"
     elif isinstance(result, GeneratorType):
         result.close()
     else:
         return result
     raise TypeError(
-        f"{method!r} returned {kind} generator, but is not {kind} generator method, so its items cannot be streamed. "
-        f"{remedy}; if a decorator hides {kind} generator method, have it use functools.wraps, or yield the items "
-        "itself."
-    )
-
-
-def _items(method: str, result: Any) -> Any:
-    """Return the iterator that a generator method returned."""
-    if hasattr(result, "__next__") or hasattr(result, "__anext__"):
-        return result
-    if isinstance(result, CoroutineType):
-        result.close()
-    raise TypeError(
-        f"{method!r} is a generator method, but its decorator returned {type(result).__name__} instead of its items. "
-        f"If the decorator is meant to run the generator, delete the attribute `__wrapped__` of what it returns, and "
-        f"{method!r} is called as a plain method."
+        f"{method!r} returned a generator, but is not a generator method, so its items cannot be streamed. Yield them "
+        "(`yield from ...`, or `async for item in ...: yield item` in an `async def`) instead of returning the "
+        "generator; a decorator of a generator method has to use functools.wraps."
     )
 
 
@@ -361,27 +303,26 @@ async def _run_to_end(result: Any) -> None:
         collections.deque(result, maxlen=0)
 
 
-def _get_values(arguments: Iterable[Any]) -> dict[Any, Any]:
-    """Return the values of the references among the arguments, fetched all at once."""
-    refs = [value for value in arguments if isinstance(value, ray.ObjectRef)]
-    return dict(zip(refs, ray.get(refs), strict=True))
+def _resolve(arguments: Any) -> Any:
+    """Return a list or dict of arguments with the references replaced by their values, fetched all at once."""
+    return _fill(arguments, ray.get(_refs(arguments)))
 
 
-async def _await_values(arguments: Iterable[Any]) -> dict[Any, Any]:
-    """Do the same as `_get_values` without blocking the event loop."""
-    refs = [value for value in arguments if isinstance(value, ray.ObjectRef)]
-    return dict(zip(refs, await asyncio.gather(*refs), strict=True))
+async def _resolve_on_loop(arguments: Any) -> Any:
+    """Do the same as `_resolve` without blocking the event loop."""
+    return _fill(arguments, await asyncio.gather(*_refs(arguments)))
 
 
-def _fill(arguments: Any, values: Mapping[Any, Any]) -> Any:
-    """Return a list or dict of arguments with the references replaced by their values."""
+def _refs(arguments: Any) -> list[Any]:
+    values = arguments.values() if isinstance(arguments, dict) else arguments
+    return [value for value in values if isinstance(value, ray.ObjectRef)]
 
-    def value(argument: Any) -> Any:
-        return values[argument] if isinstance(argument, ray.ObjectRef) else argument
 
+def _fill(arguments: Any, values: Iterable[Any]) -> Any:
+    rest = iter(values)
     if isinstance(arguments, dict):
-        return {name: value(argument) for name, argument in arguments.items()}
-    return [value(argument) for argument in arguments]
+        return dict(zip(arguments, _fill(arguments.values(), rest), strict=True))
+    return [next(rest) if isinstance(value, ray.ObjectRef) else value for value in arguments]
 
 
 def _regroup(plan: list[Any], flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -419,10 +360,7 @@ def host_class(
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
     names = ("__init__", *kinds, FUNCTION)
-    members = {
-        method: delegate(f"_fairlead_instance.{method}", kind, number)
-        for number, (method, kind) in enumerate(kinds.items(), 1)
-    }
+    members = {method: delegate(method, kind, number) for number, (method, kind) in enumerate(kinds.items(), 1)}
     for method, limit in backpressure.items():
         ray.method(_generator_backpressure_num_objects=limit)(members[method])
     for method, function in members.items():
@@ -431,14 +369,14 @@ def host_class(
     return type(name, (base,), {"_fairlead_methods": names, **members})
 
 
-def _delegate(path: str, kind: str, number: int, running: type[_MethodRun] = _MethodRun) -> Any:
-    """Return a method of a host that runs the method at a path of attributes, and records that it does."""
-    find, method = operator.attrgetter(path), path.rpartition(".")[2]
+def _delegate(method: str, kind: str, number: int, running: type[_MethodRun] = _MethodRun) -> Any:
+    """Return a method of a host that runs a method of the user's instance, and records that it does."""
+    find = operator.attrgetter(f"_fairlead_instance.{method}")
     if "generator" in kind:
 
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
             with running(self._fairlead_record, number, method):
-                items = _items(method, find(self)(*args, **kwargs))
+                items = find(self)(*args, **kwargs)
                 # Not `yield from`: Ray sends into the generators that it runs, which other iterators do not support.
                 for item in items if kind == "generator" else self._fairlead_take(items):
                     yield item
@@ -456,17 +394,17 @@ def _delegate(path: str, kind: str, number: int, running: type[_MethodRun] = _Me
     return delegate
 
 
-def _concurrent_delegate(path: str, kind: str, number: int) -> Any:
+def _concurrent_delegate(method: str, kind: str, number: int) -> Any:
     """Do the same as `_delegate` for a host whose async methods overlap."""
-    find, method = operator.attrgetter(path), path.rpartition(".")[2]
+    find = operator.attrgetter(f"_fairlead_instance.{method}")
     if kind == "generator":
-        return _delegate(path, kind, number, _OverlappingRun)  # Ray runs it in another thread
+        return _delegate(method, kind, number, _OverlappingRun)  # Ray runs it in another thread
     if kind == "async_generator":
 
         async def stream(self: Any, *args: Any, **kwargs: Any) -> Any:
             await self._fairlead_pass()
             with _OverlappingRun(self._fairlead_record, number, method):
-                async for item in _items(method, find(self)(*args, **kwargs)):
+                async for item in find(self)(*args, **kwargs):
                     yield item
                     self._fairlead_record.progress()
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exceptions whose pickled copies are complete, and without references of Ray. Shipped by value."""
 
-import contextlib
 import io
 from typing import Any
 
@@ -9,14 +8,14 @@ import ray
 
 
 class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Pickle a value with None for references; `has_references` tells of them, and the rest must be picklable too."""
+    """Refuse references and actor handles.
 
-    has_references = False
+    Ray pickles exceptions apart from their task, and would keep the objects for the life of the worker.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (ray.ObjectRef, ray.ObjectRefGenerator, ray.actor.ActorHandle)):
-            self.has_references = True
-            return type(None), ()
+            raise TypeError(f"a {type(obj).__name__} cannot be part of an exception")
         return super().reducer_override(obj)
 
 
@@ -24,9 +23,7 @@ def make_portable(error: BaseException) -> None:
     """Change an exception so that its pickled copy has its class, its text and its attributes.
 
     If its own way of pickling fails to do that, the copy is made without a call of `__init__`, and without values that
-    do not pickle; a note on the exception names these. If that fails too, the exception is not changed. References and
-    actor handles do not pickle here: Ray pickles exceptions apart from their task, and would keep the objects for the
-    life of the worker.
+    do not pickle; a note on the exception names these. If that fails too, the exception is not changed.
     """
     for member in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
         make_portable(member)
@@ -34,7 +31,7 @@ def make_portable(error: BaseException) -> None:
         return
     parts = [(f"argument {index}", value) for index, value in enumerate(error.args)]
     parts += [(f"attribute {name!r}", value) for name, value in vars(error).items()]
-    left_out = [name + " (holds a reference)" * _has_references(value) for name, value in parts if not _pickles(value)]
+    left_out = [name for name, value in parts if not _pickles(value)]
     if left_out:
         error.add_note(f"left out on the way from the worker, as it does not pickle: {', '.join(left_out)}")
     args = tuple(value if _pickles(value) else f"<{type(value).__qualname__}>" for value in error.args)
@@ -62,20 +59,10 @@ def _pickles(value: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Return a pickled copy of a value; None if it cannot be pickled or holds references or actor handles."""
+    """Return a pickled copy of a value; None if it cannot be pickled."""
     with io.BytesIO() as file:
-        pickler = _Pickler(file, 5)
         try:
-            pickler.dump(value)
-            return None if pickler.has_references else ray.cloudpickle.loads(file.getvalue())
+            _Pickler(file, 5).dump(value)
+            return ray.cloudpickle.loads(file.getvalue())
         except Exception:  # noqa: BLE001  classes of the user may raise anything
             return None
-
-
-def _has_references(value: Any) -> bool:
-    """Return whether a value holds references or actor handles, as far as it can be pickled."""
-    with io.BytesIO() as file:
-        pickler = _Pickler(file, 5)
-        with contextlib.suppress(Exception):  # whoever sends the value reports that it cannot be pickled
-            pickler.dump(value)
-        return pickler.has_references

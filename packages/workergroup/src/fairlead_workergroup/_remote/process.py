@@ -10,7 +10,7 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 # A pid and a start tick, because the system reuses pids.
 Process = tuple[int, int]
@@ -49,38 +49,27 @@ def mark_tree(identity: str) -> mmap.mmap:
     return page
 
 
-# What `Trees.look` returns.
-WORKERS, CHILDREN = 0, 1
+def find_trees(workers: set[Process], marks: Sequence[bytes], since: int) -> tuple[list[Process], list[Process]]:
+    """Return the workers and what they have started that run now, found by process group and by mark.
 
-
-class Trees:
-    """Find workers of a machine and what they have started: by process group, and by mark."""
-
-    def __init__(self, workers: Iterable[Process], marks: Sequence[str]) -> None:
-        self._workers = set(workers)
-        self._marks = tuple(mark.encode() for mark in marks)
-        # A process that a worker has started is not older than the worker.
-        known = len(self._workers) == len(self._marks)
-        self._since = min((started for _, started in self._workers), default=0) if known else 0
-
-    def look(self) -> tuple[list[Process], list[Process]]:
-        """Return the workers and what they have started that run now."""
-        processes = read_processes()
-        members: set[Process] = set()
-        for pid, (_, _, started) in processes.items():
-            marks = read_marks((pid, started)) if started >= self._since else []
-            if ours := [itself for mark, itself in marks if (mark + b"-").startswith(self._marks)]:
-                (self._workers if any(ours) else members).add((pid, started))
-        # A worker may have ended. While its process group has members, no other process gets its pid. Later, a daemon
-        # or a reaper may run in a group of this number. Its leader, which has ended too, led a session, as no worker.
-        leaders = {pid for pid, started in self._workers if pid not in processes or processes[pid][2] == started}
-        members.update(
-            (pid, started)
-            for pid, (group, session, started) in processes.items()
-            if group in leaders and (group in processes or session != group)
-        )
-        running = {(pid, started) for pid, (_, _, started) in processes.items()}
-        return sorted(self._workers & running), sorted(members - self._workers)
+    Workers that are found by a mark are added to the given ones. What started before `since` has no mark.
+    """
+    processes = read_processes()
+    members: set[Process] = set()
+    for pid, (_, _, started) in processes.items():
+        own = read_marks((pid, started)) if started >= since else []
+        if ours := [itself for mark, itself in own if (mark + b"-").startswith(tuple(marks))]:
+            (workers if any(ours) else members).add((pid, started))
+    # A worker may have ended. While its process group has members, no other process gets its pid. Later, a daemon or a
+    # reaper may run in a group of this number. Its leader, which has ended too, led a session, as no worker.
+    leaders = {pid for pid, started in workers if pid not in processes or processes[pid][2] == started}
+    members.update(
+        (pid, started)
+        for pid, (group, session, started) in processes.items()
+        if group in leaders and (group in processes or session != group)
+    )
+    running = {(pid, started) for pid, (_, _, started) in processes.items()}
+    return sorted(workers & running), sorted(members - workers)
 
 
 def end_trees(
@@ -88,39 +77,34 @@ def end_trees(
 ) -> list[Process]:
     """Wait for workers, then end what they have started with SIGTERM; kill what lasts longer, and return what is alive.
 
-    Args:
-        workers: those whose processes are known; others are found by their marks.
-        marks: what the identities of the workers begin with.
-        within_s: seconds that all of it may take.
-        grace_s: how long the workers may take to end before they are killed.
+    `marks` are what the identities of the workers begin with: they find workers whose processes are not known.
     """
     deadline = time.monotonic() + within_s
-    trees = Trees(workers, marks)
-    running = trees.look()
-    for whose, number, limit_s in (
-        (WORKERS, 0, grace_s),
-        (WORKERS, signal.SIGKILL, KILLED_S),
-        (CHILDREN, signal.SIGTERM, CHILD_GRACE_S),
-        (CHILDREN, signal.SIGKILL, KILLED_S),
+    known = set(workers)
+    # A process that a worker has started is not older than the worker.
+    since = min((started for _, started in known), default=0) if len(known) == len(marks) else 0
+    ours = [mark.encode() for mark in marks]
+    running = find_trees(known, ours, since)
+    for which, number, limit_s in (  # 0 for the workers, 1 for what they have started
+        (0, 0, grace_s),
+        (0, signal.SIGKILL, KILLED_S),
+        (1, signal.SIGTERM, CHILD_GRACE_S),
+        (1, signal.SIGKILL, KILLED_S),
     ):
         until, sent = _sooner(deadline, limit_s), set[Process]()
-        while running[whose] and time.monotonic() < until:
-            send_signal([process for process in running[whose] if process not in sent], number)
-            sent.update(running[whose])
-            _wait(running[whose], _sooner(until, LOOK_EVERY_S))
-            running = trees.look()
-    return [*running[WORKERS], *running[CHILDREN]]
+        while running[which] and time.monotonic() < until:
+            send_signal([process for process in running[which] if process not in sent], number)
+            sent.update(running[which])
+            _wait(running[which], _sooner(until, LOOK_EVERY_S))
+            running = find_trees(known, ours, since)
+    return [*running[0], *running[1]]
 
 
 def reap(worker: Process, identity: str, is_over: Callable[[float], bool], limit: int, verdict: str) -> None:
     """Wait for the end of a worker or its raylet, or end it for its memory; then end it and what it has started.
 
-    Args:
-        worker: its process.
-        identity: its identity.
-        is_over: waits for one of these ends so many seconds at most, and returns whether it has come.
-        limit: the bytes of memory that it may hold with its descendants; 0 for any number.
-        verdict: the file that gets both numbers before the worker is killed for its memory.
+    `is_over` waits so many seconds at most for the first two, and returns whether one has come. `limit` and `verdict`
+    are as `start_reaper` in `setup` says.
     """
     while limit and not is_over(GUARD_EVERY_S):
         tree = find_descendants(worker)

@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import fcntl
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ NAME = "fairlead-stacks"
 SIGNAL = int(signal.SIGRTMIN + 5)
 # How long all processes of one request together may take to write their stacks.
 WRITE_S = 5.0
+FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+# The functions of the host that call a method or function of the user.
+CALLERS = ("delegate", "iterate", "stream", "_fairlead_apply", "_fairlead_construct")
+Frame = tuple[str, str, str]
 
 
 def write_stacks_on_signal() -> None:
@@ -89,3 +94,36 @@ def _has(pid: int, which: str, thread: str = "") -> bool:
     except OSError:
         return False
     return bool(signals & 1 << SIGNAL - 1)
+
+
+def find_method_frames(stacks: str) -> tuple[Frame, ...]:
+    """Return the frames of the thread that runs the user's method, innermost first, or of the first thread.
+
+    >>> find_method_frames('''Thread 0x1 (most recent call first):
+    ...   File "/lib/threading.py", line 320 in wait
+    ...
+    ... Current thread 0x2 (most recent call first):
+    ...   File "/home/model.py", line 7 in step
+    ...   File "/lib/fairlead_workergroup/_remote/host.py", line 200 in delegate
+    ... ''')
+    (('/home/model.py', '7', 'step'),)
+    """
+    threads: list[list[Frame]] = []
+    for line in stacks.splitlines():
+        if (frame := FRAME.fullmatch(line)) is not None:
+            if threads:
+                threads[-1].append((frame["file"], frame["line"], frame["function"]))
+        elif line.rstrip().endswith("(most recent call first):"):
+            threads.append([])
+    for frames in threads:
+        for index, (file, _, function) in enumerate(frames):
+            if "fairlead_workergroup/_remote/" in file and function in CALLERS:
+                return tuple(frames[:index])
+    # faulthandler writes the newest thread first.
+    return tuple(threads[-1]) if threads else ()
+
+
+def find_innermost(stacks: str) -> str:
+    """Return the innermost frame of the method as `file:line in function`; empty if it is unknown."""
+    frames = find_method_frames(stacks)
+    return f"{frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""

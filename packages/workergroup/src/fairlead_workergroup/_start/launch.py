@@ -18,9 +18,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fairlead_placement.extension import ask_head, run_each
 
 from .._model import Member, Place
-from .._observe.display import Bar
+from .._observe.progress_bar import Bar
 from .._observe.query import WorkerLook
-from .._observe.remote_errors import remote_traceback
+from .._observe.remote_errors import explain_missing_module, remote_traceback
 from .._world import Deadline
 from ..exceptions import WorkerFailure, WorkerStartError
 from .environment import (
@@ -162,6 +162,7 @@ def wait_started(
     `look` looks at workers that are late, and `explain` returns the loss of a worker, if that is what an error means.
     """
     answers: dict[int, dict[str, Any]] = {}
+    began = time.monotonic()  # which fairlead-inspect reads from outside, with `name`
     pending = {member.rank: member for member in members}
     # Each answer comes once, in the order of arrival: the first failure is the cause of others that soon follow. A
     # `ray.wait` would be given all pending references again for each answer.
@@ -173,7 +174,7 @@ def wait_started(
     for member, ref in zip(members, started, strict=True):
         ref.future().add_done_callback(partial(note_arrival, member.rank))
     with Bar(f"Starting {name}: process, import, constructor", len(started)) as bar:
-        shown_at = time.monotonic()
+        shown_at = began
         while pending:
             try:
                 rank, answer = arrived.get(timeout=until.left(at_most=SHOWN_EVERY_S))
@@ -225,7 +226,9 @@ def start_error(
     else:
         cause = getattr(error, "cause", None) or error
         reason, trace = f"its constructor raised {type(cause).__name__}: {cause}", remote_traceback(error)
-        if isinstance(cause, TypeError) and "() " in reason and "argument" in reason:
+        if missing := explain_missing_module(cause):
+            reason = missing
+        elif isinstance(cause, TypeError) and "() " in reason and "argument" in reason:
             reason += ". The constructor gets init_args and init_kwargs of launch, or the arguments of RayWorkerBuilder"
     others = f"of the other {started + len(waiting)} workers {started} had started"
     if waiting:

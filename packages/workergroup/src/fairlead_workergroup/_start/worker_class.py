@@ -15,7 +15,7 @@ from ray.actor import ActorClass
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._arguments import find_unpicklable
-from .._observe.remote_errors import remote_traceback
+from .._observe.remote_errors import explain_missing_module, remote_traceback
 from .._remote.describe import describe, kind_of, undecorate
 from .._remote.host import host_class
 from ..exceptions import WorkerStartError
@@ -212,9 +212,9 @@ def describe_class(
                 f"The import of {worker!r} on node {node_id[:8]} took more than {timeout_s:g} s (Timeouts.start_s)."
             ) from error
         except ray.exceptions.RayTaskError as error:
+            reason = explain_missing_module(error.cause) or error.cause
             raise WorkerStartError(
-                f"{worker!r} cannot be used as a worker on node {node_id[:8]}: {error.cause}. Install it in the "
-                "workers' Python, or give the group a `python` that has it.",
+                f"{worker!r} cannot be used as a worker on node {node_id[:8]}: {reason}",
                 remote_traceback=remote_traceback(error),
             ) from error
         except ray.exceptions.RayError as error:

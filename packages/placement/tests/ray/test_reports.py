@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of a reserved cluster, and reports on a reservation."""
-
-import gc
+"""Groups of a cluster, reports on a reservation, and placement groups of others."""
 
 import pytest
 import ray
@@ -11,69 +9,6 @@ from fairlead_placement import PlacementError, PlacementTimeoutError, RayVirtual
 from fairlead_placement.extension import claim_slots
 
 pytestmark = pytest.mark.usefixtures("local_ray")
-
-
-class TestViews:
-    def test_split(self):
-        """Views divide the slots in order, and each behaves as a cluster."""
-        with RayVirtualCluster([3, 0, 3], use_gpus=False, name="whole") as cluster:
-            first, second = cluster.split([4, 2])
-            assert first.slots() + second.slots() == cluster.slots()
-            assert [(view.world_size(), view.node_count()) for view in (first, second)] == [(4, 2), (2, 1)]
-            assert [len(view.get_placement_groups()) for view in (first, second)] == [2, 1]
-            assert "view of" in repr(first)
-            address, port = second.get_master_address_and_port()
-            assert (address, port) != cluster.get_master_address_and_port()
-
-    def test_select(self):
-        """A view has the slots of some logical nodes; a view of a view selects among its slots."""
-        with RayVirtualCluster([2, 1, 3], use_gpus=False) as cluster:
-            assert {slot.node_idx for slot in cluster.select(node_idx=[0, 2]).slots()} == {0, 2}
-            inner = cluster.select(node_idx=[0, 2]).select(node_idx=2)
-            assert inner.slots() == cluster.slots()[3:]
-            assert cluster.select(node_idx=[1, 2]).split([1, 3])[1].slots() == cluster.slots()[3:]
-            with pytest.raises(IndexError, match=r"logical node\(s\) \[1, 7\] are not in use; these are: \[0, 2\]"):
-                cluster.select(node_idx=[0, 2]).select(node_idx=[1, 7])
-
-    @pytest.mark.parametrize(
-        ("sizes", "message"),
-        [
-            ([2, 3], r"sizes \[2, 3\] are 5 slots together; the cluster has 4"),
-            ([4, 0], "a size must be an integer of at least 1, got 0"),
-            ([2.0, 2], "a size must be an integer of at least 1, got 2.0"),
-            ([], r"sizes \[\] are 0 slots together"),
-        ],
-    )
-    def test_bad_sizes(self, sizes, message):
-        """Sizes must be positive and add up to the cluster, which is checked before anything is reserved."""
-        cluster = RayVirtualCluster([4], use_gpus=False)
-        with pytest.raises(ValueError, match=message):
-            cluster.split(sizes)
-        assert repr(cluster).endswith("not reserved)")
-
-    def test_a_view_owns_nothing(self, eventually):
-        """The shutdown of a view releases nothing; a view of a cluster that was shut down says so."""
-        cluster = RayVirtualCluster([4], use_gpus=False)
-        first, _ = cluster.split([2, 2])
-        # Until the node reports the reservation, its resources look free.
-        assert eventually(lambda: ray.available_resources()["CPU"] == 12)
-        assert first.shutdown() is True
-        assert ray.available_resources()["CPU"] == 12
-        assert len(first.slots()) == 2
-        cluster.shutdown()
-        with pytest.raises(PlacementError, match="the cluster it was taken from has been shut down"):
-            first.slots()
-
-    def test_a_view_keeps_its_cluster(self, eventually):
-        """A reservation lives as long as a view of it."""
-        views = RayVirtualCluster([4], use_gpus=False).split([2, 2])
-        assert eventually(lambda: ray.available_resources()["CPU"] == 12)
-        gc.collect()
-        assert ray.available_resources()["CPU"] == 12
-        assert len(views[1].slots()) == 2
-        del views
-        gc.collect()
-        assert eventually(lambda: ray.available_resources()["CPU"] == 16)
 
 
 class Group:
@@ -95,20 +30,17 @@ def test_groups_of_a_cluster():
         claims = [claim_slots(slots[:1], "second", group=groups[1]), claim_slots(slots, "third", group=groups[2])]
         claims.append(claim_slots(slots[:1], "without a group"))
 
-        def numbers(where):
-            return [[one is group for one in groups].index(True) for group in where.groups()]
+        def numbers():
+            return [[one is group for one in groups].index(True) for group in cluster.groups()]
 
-        assert numbers(cluster) == [0, 1, 2]
-        left, right = cluster.split([2, 1])
-        assert (numbers(left), numbers(right)) == ([1, 2], [0, 2])
+        assert numbers() == [0, 1, 2]
         last.release()  # a group that moves to other slots
         last = claim_slots(slots[1:2], "first made, moved", group=groups[0])
-        assert numbers(cluster) == [0, 1, 2]
-        assert numbers(right) == [2]
+        assert numbers() == [0, 1, 2]
         claims.pop(0).release()
-        assert numbers(cluster) == [0, 2]
+        assert numbers() == [0, 2]
         groups[2] = None  # dropped without a release
-        assert numbers(cluster) == [0]
+        assert numbers() == [0]
         for claim in (last, *claims):
             claim.release()
     assert cluster.groups() == ()

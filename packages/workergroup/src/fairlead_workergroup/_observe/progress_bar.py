@@ -1,22 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long tables and progress bars on a terminal."""
+"""A progress bar on a terminal."""
 
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-MOST_ROWS = 40
-
-
-def shorten_rows(rows: Sequence[Sequence[Any]], columns: int) -> list[Sequence[Any]]:
-    """Return the rows of a table; of more than `MOST_ROWS` rows, the first and the last ones with dots between them."""
-    half = MOST_ROWS // 2
-    return list(rows) if len(rows) <= MOST_ROWS else [*rows[:half], ("...",) * columns, *rows[-half:]]
-
 
 # A bar appears when the work takes longer than this.
 QUIET_S = 1.0

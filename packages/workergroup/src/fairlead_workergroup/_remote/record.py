@@ -6,20 +6,18 @@ was stopped in the middle of a write, the reader takes the other copy. A pid and
 the system reuses pids.
 """
 
-import contextlib
 import json
 import operator
 import os
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
-from .process import Process, make_memory_file, open_memory_file, process_state, start_tick
-from .stacks import dump_stacks
+from .process import make_memory_file, open_memory_file
 
 NAME = "fairlead-worker"
 # Formats are text: a struct.Struct does not pickle, and this module is shipped by value.
@@ -93,19 +91,11 @@ class Record:
         if self._cancelled or self._page[CANCELLED_AT]:
             self._is_cancelled(task)  # which forgets a task that was cancelled while it ran
 
-    def wait_begins(self) -> None:
-        """Record that a thread waits for other workers."""
+    def count_waiting(self, change: int) -> None:
+        """Record that a thread begins to wait for other workers, or with -1 that it does not wait any more."""
         with self._messaging:
-            self._waiting += 1
-            if self._waiting == 1:
-                self._write(time.monotonic())
-
-    def wait_ends(self) -> None:
-        """Record that a thread does not wait for other workers any more."""
-        with self._messaging:
-            self._waiting -= 1
-            if self._waiting == 0:
-                self._write(time.monotonic())
+            self._waiting += change
+            self._write(time.monotonic())
 
     def progress(self, step: int | None = None, message: str | None = None) -> None:
         """Record progress, with a step and a line of text for people."""
@@ -198,8 +188,8 @@ def open_record(pid: int) -> int | None:
     return open_memory_file(pid, NAME)
 
 
-def read_record(file: int) -> dict[str, Any]:
-    """Return the content of a record as plain data; times are seconds before now."""
+def read_record(file: int) -> dict[str, Any] | None:
+    """Return a record as plain data, with times in seconds before now; None if each attempt met a write."""
     seen = b""
     complete: list[tuple[Any, ...]] = []
     for _ in range(TRIES):
@@ -211,7 +201,7 @@ def read_record(file: int) -> dict[str, Any]:
         if complete:
             break
     else:
-        raise TimeoutError(f"The worker wrote its record during each of {TRIES} attempts to read it.")
+        return None
     _, calls, method, started, progressed, step, task, shown, waiting, _ = max(complete)
     now = time.monotonic()
     (length,) = struct.unpack("<Q", os.pread(file, 8, NAMES_AT))
@@ -235,68 +225,3 @@ def write_cancelled(file: int, task: bytes) -> None:
     with open(f"/proc/self/fd/{file}", "ab", buffering=0) as end:
         end.write(task)
     os.pwrite(file, b"\1", CANCELLED_AT)
-
-
-@contextlib.contextmanager
-def record_file(process: Process) -> Iterator[int | None]:
-    """Open the record of a worker; None if the worker has ended."""
-    pid, started = process
-    file = open_record(pid) if start_tick(pid) == started else None
-    try:
-        yield file
-    finally:
-        if file is not None:
-            os.close(file)
-
-
-def read_records(processes: Sequence[Process]) -> list[dict[str, Any] | None]:
-    """Return the record of each worker; None if the worker has ended, or its record could not be read."""
-    records: list[dict[str, Any] | None] = []
-    for process in processes:
-        with record_file(process) as file:
-            record = None if file is None else _try_read(file)
-            records.append(record)
-    return records
-
-
-def look(processes: Sequence[Process], stuck_after_s: float, dump: bool) -> list[dict[str, Any]]:
-    """Return each worker's record, `gone`, `stuck` (busy or stopped without progress), and `stacks` or a `note`."""
-    rows: list[dict[str, Any]] = []
-    stuck: dict[Process, dict[str, Any]] = {}
-    for process, record in zip(processes, read_records(processes), strict=True):
-        pid, started = process
-        row = {**(record or {}), "gone": start_tick(pid) != started, "stuck": False, "stacks": "", "note": ""}
-        rows.append(row)
-        if record is not None:
-            del row["task"]  # only processes of the node need it, and the answers of all nodes meet in one process
-            stopped = process_state(pid) == "T"
-            if stopped:
-                row["note"] = "the process has been stopped (SIGSTOP)"
-            row["stuck"] = bool(record["method"] or stopped) and record["since_progress_s"] >= stuck_after_s
-            if row["stuck"]:
-                stuck[process] = row
-    for process, (stacks, note) in dump_stacks([*stuck]).items() if dump else ():
-        stuck[process].update(stacks=stacks, note=note)
-    return rows
-
-
-def cancel_tasks(tasks: Sequence[tuple[Process, bytes]]) -> list[bool]:
-    """Prevent each worker from starting a task; return for each whether it has been started and may still run."""
-    running: list[bool] = []
-    for process, task in tasks:
-        with record_file(process) as file:
-            if file is None:
-                running.append(False)
-                continue
-            write_cancelled(file, task)
-            record = _try_read(file)
-            running.append(record is None or record["task"] == task)
-    return running
-
-
-def _try_read(file: int) -> dict[str, Any] | None:
-    """Return the content of a record; None if it stays busy, so that the other workers of the node are reported."""
-    try:
-        return read_record(file)
-    except TimeoutError:
-        return None
