@@ -7,7 +7,6 @@ waits for them. The wait for news is written once, for threads: an event loop ru
 
 import asyncio
 import contextlib
-import inspect
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
@@ -16,6 +15,8 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from fairlead_placement.extension import release_when_dropped
 
 from . import _world
 from ._ray_private import TASK_BYTES, actor_id_of_ref, end_of, is_stream, on_ready
@@ -291,6 +292,8 @@ class ResultStream(Generic[T]):
         if not self._mode:
             self._mode = mode
             self._steps = self._make_steps(None if mode == "for" else TURN_S)
+            if mode == "async for":  # an event loop must not wait until a stream is closed that it drops
+                release_when_dropped(self, str, self._steps.close)
         if self._mode != mode:
             raise RuntimeError(f"these results are being iterated with `{self._mode}`; continue with that")
         return self._steps
@@ -346,11 +349,6 @@ class ResultStream(Generic[T]):
         """Give up the rest."""
         if self._mode == "async for":
             await asyncio.to_thread(self._steps.close)
-
-    def __del__(self) -> None:
-        # A thread closes what is left, so that an event loop does not wait for it.
-        if self._mode == "async for" and inspect.getgeneratorstate(self._steps) != inspect.GEN_CLOSED:
-            _world.current.spawn("fairlead-close", self._steps.close)
 
 
 class short_traceback(contextlib.AbstractContextManager[None]):
