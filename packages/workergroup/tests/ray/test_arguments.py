@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from fairlead_workergroup import PerWorker, Shard
+from fairlead_workergroup import Shard
 
 
 class Holder:
@@ -73,20 +73,3 @@ def test_a_whole_argument_is_inlined_up_to_10_kb(group, puts, value, inlined):
     """The total of a container's values counts, in bytes."""
     group.call("hold", value)
     assert len(puts) == (not inlined)
-
-
-@pytest.mark.parametrize("mark", [Shard([1, 2], "dp"), PerWorker([1, 2])])
-@pytest.mark.parametrize(
-    ("nest", "path"),
-    [
-        (lambda mark: [mark], "[0]"),
-        (lambda mark: [*range(1000), mark], "[1000]"),
-        (lambda mark: {"batch": {"x": (1, mark)}}, "['batch']['x'][1]"),
-    ],
-)
-def test_a_nested_mark_is_refused(group, mark, nest, path):
-    """A mark inside an argument is refused at any depth, and the message has its place."""
-    with pytest.raises(TypeError) as caught:
-        group.call("hold", nest(mark))
-    assert path in str(caught.value)
-    assert f"make the whole argument the {type(mark).__name__}" in str(caught.value)

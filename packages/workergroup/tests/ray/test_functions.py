@@ -11,7 +11,6 @@ import pytest
 import ray
 
 from fairlead_workergroup import (
-    CallTimeoutError,
     PerWorker,
     Shard,
 )
@@ -125,16 +124,6 @@ class TestCalls:
         with pytest.raises(Unlucky, match="rank 3") as caught:
             group.call(fail).result()
         assert "raised by rank 3" in caught.value.__notes__[0]
-
-    def test_deadline(self, group, gate, wait_until_running):
-        """The error of a late function has its name, and records show it as a function."""
-        call = group.at(dp=0, tp=0).call(lambda worker: worker.wait_for(gate), timeout=0.2)
-        wait_until_running(group, "<function>", 5)
-        with pytest.raises(CallTimeoutError, match=r"<lambda> \(test_functions.py:\d+\)") as caught:
-            call.result()
-        assert [late.method for late in caught.value.late] == ["<function>"]
-        gate.touch()
-        assert group.at(dp=0, tp=0).call("rank").result() == [5]
 
     def test_stored_functions(self, group, puts):
         """A small function travels with the call; a large one is stored once, however many workers run it."""

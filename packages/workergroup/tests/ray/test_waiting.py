@@ -5,7 +5,6 @@ import asyncio
 import pickle
 import re
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -185,25 +184,6 @@ class TestWaiting:
             assert results == [5] * 20
 
         asyncio.run(main())
-
-    def test_storing_an_argument_delays_no_other_thread(self, group):
-        """While one thread stores a value, the call of another thread is sent."""
-        storing, stored = threading.Event(), threading.Event()
-
-        class Slow:
-            def __reduce__(self):
-                storing.set()
-                assert stored.wait(60)
-                return str, ("slow",)
-
-        with ThreadPoolExecutor() as pool:
-            slow = pool.submit(group.call, "echo", Slow())
-            assert storing.wait(60)
-            try:
-                assert group.call("rank", timeout=60).result() == list(range(8))
-            finally:
-                stored.set()
-            assert slow.result(timeout=60).result() == [(("slow",), {})] * 8
 
     def test_slow_calls_are_logged(self, group, gate, caplog, monkeypatch, eventually):
         """A call without a deadline logs the ranks that it waits for at intervals."""
