@@ -89,15 +89,11 @@ class GroupHandle(TypedCalls):
     process that made the group is busy or stopped.
 
     `call`, `at`, `with_options` and `map` are those of the group. Only the process that made the group restarts it and
-    ends it, so `retries` is refused, and its timeouts and its defaults of `map` do not apply. Before each call, and
-    once before a `map`, the handle reads on the group's board whether workers have been replaced. If so, it finds the
-    new ones first.
+    ends it, so `retries` is refused, and its timeouts and its defaults of `map` do not apply.
 
-    Each call carries the epoch that it was planned for, and a worker in another epoch refuses it without running it.
-    Then taking the results raises `StaleGroupError`, which says which ranks have run the call and which have refused
-    it, and cancels the rest. So does a call that meets a worker while it is being restarted. The handle reads the
-    present workers first, so that the call can be made again. This may take a few seconds more than the timeout of the
-    call.
+    A call runs in one epoch of the group. One that meets a restart or a resize raises `StaleGroupError`, which says which
+    ranks have run it and which have refused it, and the rest is cancelled; this may take a few seconds more than the
+    timeout of the call. Make the call again then: it reaches the present workers.
 
     Calls of several processes reach the workers in no common order, so all calls with collectives have to come from one
     process. On an event loop, a call blocks the loop for the request to the board, about a millisecond.
