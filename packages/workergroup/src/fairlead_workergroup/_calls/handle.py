@@ -91,9 +91,9 @@ class GroupHandle(TypedCalls):
     `call`, `at`, `with_options` and `map` are those of the group. Only the process that made the group restarts it and
     ends it, so `retries` is refused, and its timeouts and its defaults of `map` do not apply.
 
-    A call runs in one epoch of the group. One that meets a restart or a resize raises `StaleGroupError`, which says which
-    ranks have run it and which have refused it, and the rest is cancelled; this may take a few seconds more than the
-    timeout of the call. Make the call again then: it reaches the present workers.
+    A call runs in one epoch of the group. If it meets a restart or a resize, taking its results cancels the rest and
+    raises `StaleGroupError`, which says which ranks have run it and which have refused it. This may take a few seconds
+    more than the timeout of the call. Make the call again then: it reaches the present workers.
 
     Calls of several processes reach the workers in no common order, so all calls with collectives have to come from one
     process. On an event loop, a call blocks the loop for the request to the board, about a millisecond.
