@@ -8,8 +8,7 @@ it is given.
 import contextlib
 import os
 import struct
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 import ray
 from ray.experimental.locations import get_local_object_locations
 
-from fairlead_placement import PlacementError, PlacementTimeoutError, extension
+from fairlead_placement import PlacementError, extension
 from fairlead_placement._nodes import head as placement_head
 from fairlead_workergroup import _replies as replies
 from fairlead_workergroup import _status, _world
@@ -35,7 +34,6 @@ from fairlead_workergroup._observe import (
     board,
     head,
     progress_bar,
-    query,
 )
 from fairlead_workergroup._remote import process, record
 from fairlead_workergroup._start import builder, launch
@@ -62,11 +60,6 @@ def limit_requests_to_the_head(patch: Patch, seconds: float) -> None:
         (losses, "LOOK_S"),
     ):
         patch.setattr(module, name, seconds)
-
-
-def limit_answers_of_nodes(patch: Patch, seconds: float) -> None:
-    """Let a look at workers wait this long for the agents of their nodes."""
-    patch.setattr(query, "ANSWER_S", seconds)
 
 
 def limit_starts_of_single_workers(patch: Patch, seconds: float) -> None:
@@ -122,19 +115,6 @@ def read_published(patch: Patch, group_id: str) -> Any:
 def find_groups() -> list[Any]:
     """Return the groups of all jobs, as those who look from outside see them."""
     return list(board.find_groups())
-
-
-def delay_nodes(patch: Patch, seconds: float, nodes: Collection[str] | None = None) -> None:
-    """Let the nodes, or some of them, answer questions about workers only after some seconds."""
-
-    def run_on_nodes(function: Any, asks: Any, *, timeout_s: float) -> Any:
-        slow = [node_id for node_id in asks if nodes is None or node_id in nodes]
-        time.sleep(min(seconds, timeout_s) if slow else 0.0)
-        late = dict.fromkeys(slow if seconds > timeout_s else (), PlacementTimeoutError("late"))
-        asks = {node_id: args for node_id, args in asks.items() if node_id not in late}
-        return {**late, **extension.run_on_nodes(function, asks, timeout_s=timeout_s)}
-
-    patch.setattr(query, "run_on_nodes", run_on_nodes)
 
 
 def drain_without_agents(patch: Patch, nodes: set[str]) -> list[str]:

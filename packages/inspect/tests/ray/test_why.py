@@ -36,11 +36,24 @@ DRIVER = """
 """
 
 
+# Nothing has so many CPUs.
+RESERVATION = """
+    import sys, threading
+    import ray
+    from fairlead_placement import RayVirtualCluster
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    print("address", ray.get_runtime_context().gcs_address, ray.get_runtime_context().get_job_id(), flush=True)
+    threading.Thread(target=lambda: (sys.stdin.read(), __import__("os")._exit(0)), daemon=True).start()
+    RayVirtualCluster([3], use_gpus=False, name="policy", wait_for_nodes_s=600).reserve()
+"""
+
+
 @contextlib.contextmanager
-def start_job(folder, by=()):
-    """A job whose actor hangs, run by some program: the environment of who looks at it, its id and its driver."""
+def start_job(folder, by=(), program=DRIVER):
+    """A job that hangs, run by some program: the environment of who looks at it, its id and its driver."""
     script = folder / "train.py"
-    script.write_text(textwrap.dedent(DRIVER))
+    script.write_text(textwrap.dedent(program))
     env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     command = [*by, sys.executable, str(script), "--hf-token", "secret-of-the-job"]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
@@ -66,6 +79,19 @@ def job(tmp_path_factory):
 DEADLINE_S = 180
 UNKNOWN = "does not move, and it is not known since when"
 WHY = ("why", "--after", "2", "--timeout", "60")
+
+
+def test_reservation(tmp_path):
+    """A driver that waits in `reserve` hangs, with what it requests, since when, and for how long at most."""
+    with start_job(tmp_path, program=RESERVATION) as job:
+        done = run(job, *WHY)
+        assert done.returncode == 1
+        said = " ".join(done.stdout.split())
+        assert re.search(
+            r"HANGS the driver on \S+, pid \d+, for \d+(\.\d)? s of 10m 0s: waits in reserve for 3 x 1 CPU for policy",
+            said,
+        )
+        assert "train.py:9 <module>" in said
 
 
 def run(job, *arguments):

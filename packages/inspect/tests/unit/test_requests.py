@@ -26,7 +26,8 @@ SLEEP = "time.sleep"
 def waiting(function, *, since_s=75.0, limit_s=180.0, driver=True, number=0, wants="8 x 1 CPU", lacks=""):
     """Return a process that waits in a function of Fairlead, and wakes up now and then."""
     stack = (Frame(SITE + "fairlead_placement/wait.py", function, 90), Frame("/w/main.py", "main", 12))
-    seen = process(811 if driver else 1000 + number, stack, driver=driver, switches=4, before=stack)
+    before = (Frame(SITE + "fairlead_placement/head.py", "ask_head", 9), *stack)  # its polls look like progress
+    seen = process(811 if driver else 1000 + number, stack, driver=driver, ticks=4, switches=4, before=before)
     request = Request(function, wants, lacks, since_s, limit_s)
     threads = [replace(thread, request=request, waits_on=SLEEP) for thread in seen.threads]
     return replace(seen, threads=tuple(threads), title="python" if driver else seen.title)
@@ -76,7 +77,7 @@ def test_start_of_workers():
     found = diagnose(look(pending, [driver]))
     assert [one.kind for one in found] == ["pending", "pending"]
     assert exit_status(found) == 4
-    soon = diagnose(look([], [waiting("wait_started", wants="trainer", limit_s=None, since_s=2.0)]))
+    soon = diagnose(look([actor(1)], [waiting("wait_started", wants="trainer", limit_s=None, since_s=2.0)]))
     assert [(one.kind, one.moves) for one in soon] == [("working", True)]
     late = diagnose(look([], [driver]))
     assert [one.kind for one in late] == ["undecided"]

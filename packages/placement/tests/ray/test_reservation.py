@@ -187,10 +187,10 @@ def test_a_waiter_is_served(pauses, eventually, caplog):
     second = RayVirtualCluster([10], use_gpus=False, name="second")
     waiter = threading.Thread(target=second.reserve)
     waiter.start()
-    assert eventually(lambda: "Reserving second, for up to 180 s." in caplog.text, 60)
+    assert eventually(lambda: "Reserving 10 x 1 CPU for second, for up to 180 s:" in caplog.text, 60)
     assert pauses
     assert waiter.is_alive()
-    (said,) = caplog.messages
+    said = caplog.messages[0]
     assert "others hold what it needs (placement group first-0-" in said
     assert "This process has started its Ray itself, with 16 CPU." in said
     first.shutdown()

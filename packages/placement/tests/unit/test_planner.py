@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairlead_placement import Node
@@ -56,24 +56,6 @@ def clusters(draw, max_nodes=5, cpus=12):
         free = {name: left for name, most in total.items() if (left := most * random.choice([0, 0.5, 1, 1])) > 0}
         made.append(node(f"n{at}", free, **total))
     return made
-
-
-@st.composite
-def requests(draw, max_asks=3):
-    random = draw(randoms)
-    numbers = sorted(random.sample(range(9), random.randint(1, max_asks)))
-    return [Ask(number, random.randint(1, 3), random.choice(BUNDLES)) for number in numbers]
-
-
-@given(requests(), clusters(), st.booleans())
-def test_equal_asks_follow_physical_order(asks, nodes, own_nodes):
-    """Of two logical nodes with equal asks, the lower number has the earlier nodes."""
-    chosen = plan(asks, nodes, own_nodes=own_nodes)
-    assume(chosen is not None)
-
-    for one, other in itertools.combinations(asks, 2):
-        if (one.count, one.bundle) == (other.count, other.bundle):
-            assert chosen[one.node_idx] <= chosen[other.node_idx]
 
 
 def brute(asks, nodes, own_nodes):

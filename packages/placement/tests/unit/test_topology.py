@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Physical order, and the selection of complete segments."""
 
-import itertools
 import random
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fairlead_placement import Node, ResourceInsufficientError, select_segment_nodes, sort_bundle_indices_by_topology
 from fairlead_placement._plan.topology import node_place, sort_nodes
@@ -164,31 +161,3 @@ def test_incomplete_nodes_and_segments_are_left_out():
     kept = [rows[index] for index in sort_bundle_indices_by_topology(rows, segment_size=2, gpus_per_node=2)]
 
     assert [(name, gpu) for gpu, _, _, name in kept] == [("a0", 0), ("a0", 1), ("a2", 0), ("a2", 1), ("a2", 2)]
-
-
-placed = st.dictionaries(
-    st.sampled_from(["".join(name) for size in range(1, 5) for name in itertools.product("nm", repeat=size)]),
-    st.tuples(st.sampled_from([None, "", "a", "b", "c"]), st.integers(-1, 2), st.integers(1, 3)),
-    max_size=10,
-)
-
-
-@given(placed, st.randoms(use_true_random=True))
-def test_bundles_never_interleave(nodes, shuffle):
-    """For rows in any order, each bundle appears once, bundles of a node are neighbours, and the order is the same."""
-    rows = [(gpu, domain, rank, name) for name, (domain, rank, gpus) in nodes.items() for gpu in range(gpus)]
-    shuffled = shuffle.sample(rows, len(rows))
-
-    indices = sort_bundle_indices_by_topology(shuffled)
-    names = [shuffled[index][3] for index in indices]
-    assert sorted(indices) == list(range(len(rows)))
-    assert [shuffled[i] for i in indices] == [rows[i] for i in sort_bundle_indices_by_topology(rows)]
-    assert sum(one != other for one, other in itertools.pairwise(names)) == max(len(nodes) - 1, 0)
-    lowest = {}
-    for _, domain, rank, _ in rows:
-        lowest[domain or ""] = min(rank, lowest.get(domain or "", rank))
-    # Nodes without a domain come before all others, whatever their rank.
-    first = dict(lowest, **{"": float("-inf")})
-    assert [shuffled[i] for i in indices] == sorted(
-        rows, key=lambda row: (first[row[1] or ""], row[1] or "", row[2], row[3], row[0])
-    )

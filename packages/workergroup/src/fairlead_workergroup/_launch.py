@@ -91,12 +91,7 @@ def launch(
     ({'dp': 2, 'tp': 2}, [0, 0, 0, 0])
     """
     _check_start(init_args, init_kwargs or {}, timeout_s, gpus_per_worker)
-    if not isinstance(worker, RayWorkerBuilder):
-        builder = RayWorkerBuilder(worker, *init_args, **(init_kwargs or {}))
-    elif init_args or init_kwargs:
-        raise TypeError("launch got a RayWorkerBuilder and init_args or init_kwargs: give the arguments to the builder")
-    else:
-        builder = worker
+    builder = _make_builder(worker, init_args, init_kwargs or {})
     sharding = NamedSharding.from_shape(**_check_axes(worker, workers, axes))
     restart = read_option("restart", restart, Restart)
     python = choose_python(python, builder.ray_actor_class_fqn)
@@ -109,10 +104,7 @@ def launch(
         starts_ray = not ray.is_initialized()
         if starts_ray:
             made.callback(ray.shutdown)
-        if ray.is_initialized() or (address or os.environ.get("RAY_ADDRESS") or "local") != "local":
-            init_ray(address=address)
-        else:
-            init_ray(address="local", num_cpus=max(sharding.size * cpus_per_worker, len(os.sched_getaffinity(0))))
+        _connect(address, sharding.size * cpus_per_worker)
         bundle = {"CPU": float(cpus_per_worker), **gpus}
         nodes = read_nodes()
         cluster = RayVirtualCluster(
@@ -141,6 +133,24 @@ def launch(
         )
         group.made = made.pop_all()
     return group
+
+
+def _make_builder(
+    worker: RayWorkerBuilder | ClassLike, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> RayWorkerBuilder:
+    if not isinstance(worker, RayWorkerBuilder):
+        return RayWorkerBuilder(worker, *args, **kwargs)
+    if args or kwargs:
+        raise TypeError("launch got a RayWorkerBuilder and init_args or init_kwargs: give the arguments to the builder")
+    return worker
+
+
+def _connect(address: str | None, cpus: int) -> None:
+    """Attach to the cluster that is named, or else start a Ray with the CPUs of the machine, or `cpus` if more."""
+    if ray.is_initialized() or (address or os.environ.get("RAY_ADDRESS") or "local") != "local":
+        init_ray(address=address)
+    else:
+        init_ray(address="local", num_cpus=max(cpus, len(os.sched_getaffinity(0))))
 
 
 class _LaunchedGroup(RayWorkerGroup):

@@ -84,23 +84,16 @@ def is_known_dead(handle: Any) -> bool:
     return read is not None and bool(read(handle._actor_id) == ActorTableData.DEAD)
 
 
-def dead_actors() -> frozenset[str]:
-    """Return the ids of this job's dead actors, in one request without the dashboard; empty without this API."""
-    return frozenset(_read_actors("DEAD"))
+def find_actors(*states: str) -> frozenset[str]:
+    """Return the ids of this job's actors in some states, with a request for each; empty without this API.
 
-
-def actors_being_made() -> frozenset[str]:
-    """Return the ids of this job's actors that do not exist yet, with two requests; empty without this API."""
-    return frozenset(_read_actors("DEPENDENCIES_UNREADY")).union(_read_actors("PENDING_CREATION"))
-
-
-def _read_actors(state: str) -> Mapping[str, Any]:
-    """Return Ray's rows of the actors of this job that are in some state, by actor id."""
+    Reason: the public state API needs the dashboard.
+    """
     read_table = getattr(ray._private.state.state, "actor_table", None)
     if read_table is None:
-        return {}
+        return frozenset()
     job = ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
-    return dict(read_table(None, job, state))
+    return frozenset(actor_id for state in states for actor_id in read_table(None, job, state))
 
 
 def lost_with(error: BaseException) -> str:

@@ -238,7 +238,16 @@ def _look(core: Core, stuck_after_s: float, *, dump: bool) -> tuple[list[WorkerS
         for member in now.members
     ]
     return statuses, [
-        _make_stuck(member, rows[member.rank]) for member in now.members if states[member.rank] == "stuck"
+        StuckWorker(
+            member.rank,
+            dict(member.coords),
+            member.node_id,
+            member.pid,
+            **{name: value for name, value in rows[member.rank].items() if name in STUCK_FIELDS},
+            where=find_innermost(rows[member.rank]["stacks"]),
+        )
+        for member in now.members
+        if states[member.rank] == "stuck"
     ]
 
 
@@ -253,12 +262,6 @@ def _state_of(dead: bool, row: Mapping[str, Any]) -> State:
     if row["method"] == "__init__":
         return "starting"
     return "busy" if row["method"] else "idle"
-
-
-def _make_stuck(worker: Member, row: Mapping[str, Any]) -> StuckWorker:
-    shown = {name: row[name] for name in STUCK_FIELDS}
-    where = find_innermost(row["stacks"])
-    return StuckWorker(worker.rank, dict(worker.coords), worker.node_id, worker.pid, **shown, where=where)
 
 
 def _add_odd_ranks(stuck: Sequence[StuckWorker], statuses: Mapping[int, WorkerStatus]) -> list[StuckWorker]:

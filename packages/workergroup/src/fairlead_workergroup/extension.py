@@ -30,13 +30,21 @@ CANCEL_S = 0.7
 
 @dataclass(frozen=True)
 class Reply:
-    """The outcome of one request; exactly one of the attributes other than `worker` counts."""
+    """The outcome of one request; exactly one of the attributes other than `worker` counts.
+
+    Attributes:
+        worker: who was asked.
+        value: what the function returned.
+        error: what the function raised.
+        failure: why the worker was lost.
+        late: what the worker was doing at the deadline.
+    """
 
     worker: Member
-    value: Any = None  # what the function returned
-    error: BaseException | None = None  # what the function raised; its cause is Ray's error, with the traceback
-    failure: WorkerFailure | None = None  # why the worker was lost
-    late: LateWorker | None = None  # what the worker was doing at the deadline
+    value: Any = None
+    error: BaseException | None = None
+    failure: WorkerFailure | None = None
+    late: LateWorker | None = None
 
     @property
     def is_good(self) -> bool:

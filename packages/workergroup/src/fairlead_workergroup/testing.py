@@ -27,6 +27,7 @@ from fairlead_placement.testing import assert_no_leaks
 
 from ._group import RayWorkerGroup
 from ._membership.core import find_core
+from ._membership.operations import check_members
 from ._model import Member
 from ._observe.query import ANSWER_S, ask_nodes
 from ._remote.node import send_and_wait
@@ -76,9 +77,9 @@ def resume(group: RayWorkerGroup, rank: int) -> None:
 def _worker(group: RayWorkerGroup, rank: Any) -> Member:
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"rank must be an int, got {rank!r}")
-    if not 0 <= rank < group.world_size:
-        raise IndexError(f"rank {rank} is out of range: the group has ranks 0 to {group.world_size - 1}")
-    return find_core(group).check_alive()[rank]
+    now = find_core(group).check_alive()
+    check_members([rank], now)
+    return now[rank]
 
 
 def _on_node(worker: Member, function: Callable[..., list[bool]], *more: Any) -> bool:

@@ -192,42 +192,34 @@ def _reduce_bf16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 
 def broadcast_state(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    source: int | None = None,
-    group: Any = None,
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, *, group: Any = None
 ) -> None:
     """Give all replicas the parameters, the buffers and the optimizer's state of one of them.
 
     Every worker has to call it, such as in `on_resize`: new workers then have what the others have learned, including
-    the moments of Adam.
+    the moments of Adam. The state is that of the lowest of the ranks that have joined most process groups, which is not
+    one that has just started.
 
     Args:
         model: the model, wrapped or not. Its parameters are overwritten in place.
         optimizer: its optimizer; None for none.
-        source: the rank in the process group whose state all get; None for the lowest of the ranks that have joined
-            most process groups, which is not one that has just started.
         group: the process group of the replicas, such as `axis_group("dp")`; None for all workers.
 
     Raises:
         TypeError: a parameter is a DTensor, which each rank holds a part of.
-        ValueError: there is no such rank; or the models differ in their tensors, which every worker raises.
+        ValueError: the models differ in their tensors, which every worker raises.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    if source is not None and not 0 <= source < world:
-        raise ValueError(f"source must be a rank of the process group, 0 to {world - 1}, got {source!r}")
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     if any(hasattr(tensor, "placements") for tensor in tensors):
         raise TypeError(
             "broadcast_state copies whole replicas, and some parameters are DTensors, of which each rank holds a part"
         )
     device = tensors[0].device if tensors else torch.device("cpu")
-    if source is None:
-        # The largest number is that of the lowest rank among those that have joined most often.
-        oldest = torch.tensor([_joined * world - rank], device=device)
-        dist.all_reduce(oldest, dist.ReduceOp.MAX, group=group)
-        source = -int(oldest) % world
+    # The largest number is that of the lowest rank among those that have joined most often.
+    oldest = torch.tensor([_joined * world - rank], device=device)
+    dist.all_reduce(oldest, dist.ReduceOp.MAX, group=group)
+    source = -int(oldest) % world
     sender = source if group is None else dist.get_global_rank(group, source)
 
     outline, moments = io.BytesIO(), list[torch.Tensor]()

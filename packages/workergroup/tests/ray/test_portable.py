@@ -93,6 +93,8 @@ def test_what_cannot_be_copied(failing):
 
 def test_interrupt(failing):
     """A KeyboardInterrupt in a worker is neither the caller's own nor a cancelled call, and ends no worker."""
+    call = failing.call("interrupted")
+    assert call.wait(60)
     with pytest.raises(RuntimeError, match="'interrupted' was interrupted in the worker"):
-        failing.call("interrupted").result()
+        call.result()
     assert {status.state for status in failing.get_worker_status()} == {"idle"}

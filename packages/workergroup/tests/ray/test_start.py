@@ -5,7 +5,6 @@ import importlib
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from typing import ClassVar
@@ -201,20 +200,6 @@ class TestClasses:
         with RayWorkerGroup(cluster, Local, workers_per_node=1) as group:
             assert answers(group, "answer") == [42]
 
-    def test_unsupported_method_options(self, cluster):
-        """Options that a delegated method cannot support are refused by name."""
-
-        class Two:
-            @ray.method(num_returns=2)
-            def pair(self):
-                return 1, 2
-
-        with pytest.raises(ValueError, match=r"Two: pair uses @ray.method\(num_returns=2\)"):
-            RayWorkerGroup(cluster, Two)
-        grouped = ray.remote(concurrency_groups={"io": 2})(Slow)
-        with pytest.raises(ValueError, match="concurrency_groups"):
-            RayWorkerGroup(cluster, grouped)
-
     def test_several_threads(self, cluster):
         """Options that run methods on several threads are refused from every source before a worker starts."""
 
@@ -237,33 +222,19 @@ class TestClasses:
 
 
 class TestFacts:
-    def test_published_facts(self, cluster):
-        """The facts about a worker are plain data in `sys.modules["_fairlead_worker"]`."""
+    def test_current_worker(self, cluster):
+        """Code in a worker asks for its rank and its mesh, and reports progress."""
 
         class Curious:
-            def facts(self):
-                return sys.modules["_fairlead_worker"].facts
-
             def current(self):
                 report_progress(step=1, message="asked")
                 return current_worker()
 
         axes = NamedSharding.from_shape(dp=1, tp=2)
-        options = {"workers_per_node": 2, "sharding_annotations": axes}
-        with RayWorkerGroup(cluster, Curious, name_prefix="c", **options) as group:
-            facts = answers(group, "facts")[1]
-            port = str(group.master_port)
-            current = group.call("current", collect=()).result()
-        assert {name: facts[name] for name in ("rank", "world_size", "name", "coords", "layout")} == {
-            "rank": 1,
-            "world_size": 2,
-            "name": "c-0-1",
-            "coords": {"dp": 0, "tp": 1},
-            "layout": axes.to_dict(),
-        }
-        assert (current.rank, current.coords, current.sharding, current.incarnation) == (0, {"dp": 0, "tp": 0}, axes, 0)
-        assert facts["communication_backend"] == "gloo"
-        assert facts["env"]["MASTER_PORT"] == port
+        with RayWorkerGroup(cluster, Curious, workers_per_node=2, sharding_annotations=axes) as group:
+            current = group.call("current").result()[1]
+        assert (current.rank, current.coords, current.sharding, current.incarnation) == (1, {"dp": 0, "tp": 1}, axes, 0)
+        assert (current.world_size, current.communication_backend) == (2, "gloo")
 
     def test_outside_a_worker(self):
         """There is no current worker, and reporting progress does nothing, so that code runs without a group."""

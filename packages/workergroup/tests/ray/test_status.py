@@ -13,8 +13,6 @@ from fairlead_workergroup import RayWorkerGroup, WorkerFailureError, WorkerGroup
 from fairlead_workergroup.testing import kill
 
 from ..faults import (
-    delay_nodes,
-    limit_answers_of_nodes,
     restarting,
     unreadable_record,
 )
@@ -119,18 +117,6 @@ def test_unreadable_record(group):
     """Only the worker of that record is unknown; the others of its node are not."""
     with unreadable_record(group.get_worker_status()[2].pid):
         assert states(group) == ["idle", "idle", "unknown", *["idle"] * 5]
-    assert states(group) == ["idle"] * 8
-
-
-@pytest.mark.nightly
-def test_silent_node(group, monkeypatch, caplog):
-    """The workers of that node are unknown, and a warning has the reason; workers of other nodes are reported."""
-    node_id = group.worker_metadata[4]["node_id"]
-    limit_answers_of_nodes(monkeypatch, 2.0)
-    delay_nodes(monkeypatch, 60.0, {node_id})
-    assert states(group) == [*["idle"] * 4, "unknown", "unknown", "idle", "idle"]
-    assert f"Cannot look at the workers on node {node_id[:8]}" in caplog.text
-    monkeypatch.undo()
     assert states(group) == ["idle"] * 8
 
 

@@ -169,11 +169,9 @@ class PretendedRay:
     def _head_drain_deadlines(self) -> dict[str, float]:
         return {one.id: one.drains_until for one in self.nodes.values() if one.drains_until is not None}
 
-    def _head_dead_actors(self) -> frozenset[str]:
-        return frozenset(actor.id.hex() for actor in self.actors if actor.is_known_dead)
-
-    def _head_actors_being_made(self) -> frozenset[str]:
-        return frozenset(actor.id.hex() for actor in self.actors if not actor.is_created)
+    def _head_find_actors(self, *states: str) -> frozenset[str]:
+        chosen = (one for one in self.actors if (one.is_known_dead if "DEAD" in states else not one.is_created))
+        return frozenset(one.id.hex() for one in chosen)
 
     def choose_alive(self, node_ids: Any, *, timeout_s: float | None = None) -> list[str]:
         """Return the nodes that are alive; all of them if the head is silent."""

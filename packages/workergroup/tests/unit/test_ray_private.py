@@ -28,10 +28,9 @@ def test_ids_of_a_reference():
 
 
 def test_actor_tables(monkeypatch):
-    """No actor is known to be dead or to be being created, and Ray is not started to find out."""
+    """No actor is found, and Ray is not started to find out."""
     monkeypatch.setattr(ray._private.state, "state", object())
-    assert private.dead_actors() == frozenset()
-    assert private.actors_being_made() == frozenset()
+    assert private.find_actors("DEAD") == frozenset()
     assert not ray.is_initialized()
 
 

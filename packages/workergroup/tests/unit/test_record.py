@@ -15,7 +15,6 @@ import ray
 
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._remote.record import (
-    OverlappingRecord,
     Record,
     open_record,
     read_record,
@@ -26,17 +25,14 @@ from fairlead_workergroup._remote.record import (
 LOOKS = 100 * int(os.environ.get("FAIRLEAD_EXAMPLES", "100"))
 
 
-def make_record(monkeypatch, record):
+@pytest.fixture
+def record(monkeypatch):
+    """A record of this process, whose task the test sets."""
+    record = Record(["__init__", "work", "two", "three"])
     record.task = b"t" * 24
     monkeypatch.setattr(record, "_task", lambda: record.task)
     yield record
     os.close(record._file)
-
-
-@pytest.fixture
-def record(monkeypatch):
-    """A record of this process, whose task the test sets."""
-    yield from make_record(monkeypatch, Record(["__init__", "work"]))
 
 
 def read(record):
@@ -96,17 +92,10 @@ def test_cancelled_tasks(record):
     assert record._cancelled == set()
 
 
-@pytest.fixture
-def overlapping(monkeypatch):
-    """The record of a worker whose methods overlap."""
-    yield from make_record(monkeypatch, OverlappingRecord(["__init__", "one", "two", "three"]))
-
-
-def test_overlapping_calls(overlapping):
+def test_overlapping_calls(record):
     """The record shows the method that has run longest, in whatever order they end."""
-    record = overlapping
     keys = [record.begin(number) for number in (1, 2, 3)]
-    assert read(record)["method"] == "one"
+    assert read(record)["method"] == "work"
     record.end(keys[1])
     record.end(keys[0])
     assert read(record)["method"] == "three"
@@ -114,16 +103,16 @@ def test_overlapping_calls(overlapping):
     assert read(record)["method"] is None
 
 
-def test_overlapping_calls_of_two_threads(overlapping):
+def test_overlapping_calls_of_two_threads(record):
     """Methods on the event loop and generators in threads begin and end at the same time; none of them fails."""
     errors = []
 
     def work():
         try:
             for _ in range(3_000):
-                keys = [overlapping.begin(number) for number in (1, 2, 3)]
+                keys = [record.begin(number) for number in (1, 2, 3)]
                 for key in keys:
-                    overlapping.end(key)
+                    record.end(key)
         except Exception as error:  # noqa: BLE001  the test shows it
             errors.append(error)
 
@@ -138,7 +127,7 @@ def test_overlapping_calls_of_two_threads(overlapping):
     finally:
         sys.setswitchinterval(interval)
     assert errors == []
-    assert read(overlapping)["method"] is None
+    assert read(record)["method"] is None
 
 
 @pytest.fixture

@@ -288,11 +288,13 @@ def test_module_that_a_worker_cannot_import(tmp_path, monkeypatch):
     """The error names the folder from which the driver imports the module, as the PYTHONPATH of the workers."""
     (place,) = lay_out(slots(1), prefix="p")
     member = Member(place, handle=None, actor_id="an actor", node_id="node", pid=71, started=1)
-    (tmp_path / "fairlead_own_models.py").touch()
+    (tmp_path / "fairlead_own_models").mkdir()
+    (tmp_path / "fairlead_own_models" / "nets.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     for name, remedy in (
         ("fairlead_own_models", f'env_vars={{"PYTHONPATH": {str(tmp_path)!r}}}'),
         ("fairlead_own_models.nets", f'env_vars={{"PYTHONPATH": {str(tmp_path)!r}}}'),
+        ("fairlead_own_models.net", f"Check the name: the package in {tmp_path} does not have it either"),
         ("fairlead_nowhere", "Check the name"),
         ("pytest", "Install it in the workers' Python"),
     ):

@@ -69,13 +69,13 @@ class Case:
         calls = [age for key in places if (age := self.call_age(key)) is not None]
         return min(still or calls, default=None)
 
-    def frees(self) -> bool:
+    def frees(self, *requesters: str) -> bool:
         """Return whether others may free what is requested: they work, or run tasks, or calls begun not long ago."""
         graph, since = self.graph, self.snapshot.looked_at - self.after_s
         works = (
             place.motion in ("moving", "spinning") or place.busy_elsewhere
             for key, place in graph.positions.items()
-            if key not in graph.waiters
+            if key not in graph.waiters and key not in requesters
         )
         runs = (
             call.state == "RUNNING" and (not call.actor_id or call.began > since)

@@ -256,7 +256,7 @@ def _find_requests(case: Case) -> tuple[list[Finding], set[str]]:
             more["limit_s"] = request.limit_s
             if request.function == "reserve":
                 lacks = f", and {request.lacks}" if request.lacks else ""
-                blames = late and not case.frees() and not case.snapshot.launches
+                blames = late and not case.frees(key) and not case.snapshot.launches
                 text = f"waits in reserve for {request.wants}{lacks}"
                 found.append(case.say("pending", [key], text, None, blames=blames, remedy=_NODES, **more))
                 held_up.add(key)
@@ -264,7 +264,7 @@ def _find_requests(case: Case) -> tuple[list[Finding], set[str]]:
                 text = "waits in lease_ports for the agents of its nodes, which lease ports"
                 found.append(case.say("undecided", [key], text, None, confidence="guess", remedy=_NODES, **more))
                 held_up.add(key)
-            elif not any(key in wait.waiters and wait.targets for wait in case.graph.waits):
+            elif not (late and any(key in wait.waiters and wait.targets for wait in case.graph.waits)):
                 text = f"waits until the workers of {request.wants} have started"
                 kind: Kind = "undecided" if late else "working"
                 found.append(case.say(kind, [key], text, None, confidence="guess", moves=not late, **more))

@@ -131,7 +131,7 @@ def _explain(
     report = ReservationReport(request.asks, tuple(nodes), holders, refusal.verdict)
     names = {name for ask in request.asks for name in ask.bundle}
     own = ""
-    if started_here():
+    if started_here() and not refusal.of_gpus:
         total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in names}
         own = (
             f" This process has started its Ray itself, with {name_amounts(total)}. To start it with more, call "

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking at workers from outside: their status, memory, and verdicts about the lost ones."""
+"""The questions of a group to nodes, to Ray's head and to boards, and what it shows of the answers."""

@@ -41,12 +41,13 @@ def find_boards(job_id: str = "", owner: str = "") -> list[Board]:
 
 def dead_actors() -> frozenset[str]:
     """Return the actors of this job that are dead."""
-    return _ask("list the dead actors", _ray_private.dead_actors)
+    return _ask("list the dead actors", _ray_private.find_actors, "DEAD")
 
 
 def actors_being_made() -> frozenset[str]:
     """Return the actors of this job that have been requested and not yet created."""
-    return _ask("list the actors that are being created", _ray_private.actors_being_made)
+    states = "DEPENDENCIES_UNREADY", "PENDING_CREATION"
+    return _ask("list the actors that are being created", _ray_private.find_actors, *states)
 
 
 def read_placement_group(group: PlacementGroup) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 """The errors that methods raised in workers, as exceptions to raise to callers."""
 
 import contextlib
+import glob
 import importlib.util
 import os
 import pickle
@@ -83,9 +84,12 @@ def explain_missing_module(error: BaseException) -> str:
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
     folder = _find_folder(error.name.partition(".")[0])
+    path = os.path.join(folder, *error.name.split("."))
     remedy = "Install it in the workers' Python, or give them a `python` that has it."
     if not folder:
         remedy = f"Check the name. {remedy}"
+    elif not glob.glob(path) and not glob.glob(f"{path}.*"):
+        remedy = f"Check the name: the package in {folder} does not have it either."
     elif os.path.basename(folder) not in ("site-packages", "dist-packages"):
         remedy = (
             f"This process imports it from {folder}: if the nodes have that folder, give the workers "

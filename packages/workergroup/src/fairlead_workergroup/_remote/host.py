@@ -21,9 +21,8 @@ from ray.exceptions import AsyncioActorExit, RayError
 
 from .describe import load
 from .portable import make_portable
-from .process import start_tick
-from .record import OverlappingRecord, Record
-from .setup import find_log, set_up
+from .record import Record
+from .setup import identify_process, set_up
 
 # Results that a worker has to run to get a value. An ObjectRef is awaitable too, but it is a value.
 _UNFINISHED = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType))
@@ -39,7 +38,6 @@ class WorkerHost:
     _fairlead_methods: tuple[str, ...] = ("__init__",)
     _fairlead_instance: Any = None
     _fairlead_record: Record
-    _fairlead_record_class: type[Record] = Record
     _fairlead_own_loop: asyncio.AbstractEventLoop | None = None
 
     def _fairlead_start(
@@ -51,29 +49,17 @@ class WorkerHost:
         here keeps its type. Ray would also unpickle the arguments of `__init__` before the environment is set. The
         target is in a list, because references in it and in the arguments are fetched here.
         """
-        self._fairlead_prepare(facts)
-        facts.update(_resolve(facts))
-        return self._fairlead_construct(load(*_resolve(target)), _resolve(args), _resolve(kwargs))
+        self._fairlead_record = Record(self._fairlead_methods)
+        with _MethodRun(self._fairlead_record, 0, "__init__"):
+            self._fairlead_page = set_up(facts, self._fairlead_record)
+            facts.update(_resolve(facts))
+            cls = load(*_resolve(target))
+            self._fairlead_instance = cls(*_resolve(args), **_resolve(kwargs))
+        return identify_process()
 
     def _fairlead_give(self, value: Any, _: Any) -> Any:
         """Return a value when another one, which Ray waits for, is there; raise its error."""
         return value
-
-    def _fairlead_prepare(self, facts: dict[str, Any]) -> None:
-        """Set this process up, and record that the constructor runs."""
-        self._fairlead_record = self._fairlead_record_class(self._fairlead_methods)
-        self._fairlead_key = self._fairlead_record.begin(0)
-        self._fairlead_page = set_up(facts, self._fairlead_record)
-
-    def _fairlead_construct(self, cls: type, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        try:
-            self._fairlead_instance = cls(*args, **kwargs)
-        except BaseException as error:
-            _prepare_error("__init__", error)
-            raise
-        self._fairlead_record.end(self._fairlead_key)
-        node_id = ray.get_runtime_context().get_node_id()
-        return {"pid": os.getpid(), "started": start_tick(os.getpid()), "node_id": node_id, "log": find_log()}
 
     def _fairlead_begin(self, how: Mapping[str, Any], flat: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a method of this host, or a function in its place, as `how` describes; return its result as it is.
@@ -210,21 +196,17 @@ def _start_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any)
 class ConcurrentHost(WorkerHost):
     """A host whose async methods overlap: Ray runs all methods of a class that has an `async def` on one event loop."""
 
-    _fairlead_record: OverlappingRecord
-    _fairlead_record_class = OverlappingRecord
-    # Set when the function that has the worker for itself has ended; None if there is none.
-    _fairlead_gate: asyncio.Event | None = None
+    _fairlead_gate: asyncio.Lock  # held by a function that has the worker for itself
 
     async def _fairlead_pass(self) -> None:
         """Wait until no function has the worker for itself."""
-        while (gate := self._fairlead_gate) is not None:
-            await gate.wait()
+        async with self._fairlead_gate:
+            pass
 
     async def _fairlead_alone(self, how: Mapping[str, Any], flat: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a method or a function when the methods that run have ended; later ones wait until it has."""
-        deadline = time.monotonic() + how["alone"]
-        gate = self._fairlead_gate = asyncio.Event()
-        try:
+        async with self._fairlead_gate:
+            deadline = time.monotonic() + how["alone"]
             if how.get("first") is not None:
                 await self._fairlead_begin(how, [flat[0], *how["first"]], {})
             while self._fairlead_record.running:
@@ -235,9 +217,6 @@ class ConcurrentHost(WorkerHost):
                     )
                 await asyncio.sleep(0.001)
             return await self._fairlead_begin(how, flat, kwargs)
-        finally:
-            self._fairlead_gate = None
-            gate.set()
 
     async def _fairlead_function(self, name: str, pickled: bytes, /, *args: Any, **kwargs: Any) -> Any:
         with _OverlappingRun(self._fairlead_record, self._fairlead_methods.index(FUNCTION), name):
@@ -247,17 +226,21 @@ class ConcurrentHost(WorkerHost):
     async def _fairlead_start(  # type: ignore[override]
         self, facts: dict[str, Any], target: list[Any], args: list[Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
+        self._fairlead_gate = asyncio.Lock()
         asyncio.get_running_loop().set_task_factory(_start_task)
-        self._fairlead_prepare(facts)
-        facts.update(await _resolve_on_loop(facts))
-        cls = load(*await _resolve_on_loop(target))
-        return self._fairlead_construct(cls, await _resolve_on_loop(args), await _resolve_on_loop(kwargs))
+        self._fairlead_record = Record(self._fairlead_methods)
+        with _MethodRun(self._fairlead_record, 0, "__init__"):
+            self._fairlead_page = set_up(facts, self._fairlead_record)
+            facts.update(await _resolve_on_loop(facts))
+            cls = load(*await _resolve_on_loop(target))
+            self._fairlead_instance = cls(*await _resolve_on_loop(args), **await _resolve_on_loop(kwargs))
+        return identify_process()
 
     # After the wait, the check of the epoch and the start of the method are one step of the event loop.
     async def _fairlead_call(self, how: Mapping[str, Any], /, *flat: Any, **kwargs: Any) -> Any:
-        await self._fairlead_pass()
         if "alone" in how:
             return await self._fairlead_alone(how, flat, kwargs)
+        await self._fairlead_pass()
         result = self._fairlead_begin(how, flat, kwargs)
         if "silent" in how:
             await _run_to_end(result)

@@ -55,27 +55,32 @@ class Record:
         self._calls = 0
         self._step = NO_STEP
         self._message = 0
-        # Several threads may report progress. Reentrant, because a signal handler may report progress too.
-        self._messaging = threading.RLock()
+        # Several threads may report progress, and Ray runs plain generators beside the event loop of other methods.
+        # Reentrant, because a signal handler may report progress too.
+        self._lock = threading.RLock()
         self._version = 0
         # Bound methods: a lookup by the format's text would cost every call half as much again.
         self._pack = struct.Struct(STATE).pack_into
         # How many threads wait for other workers.
         self._waiting = 0
+        # The methods that run, by key. One of them is shown: that which has run longest.
+        self._running: dict[int, Running] = {}
         self._now: Running = NOTHING
         self._write(time.monotonic())
 
     def begin(self, method: int) -> int:
         """Record that a method starts, by its index, and return a key for `end`; raise if its task was cancelled."""
-        started = time.monotonic()
-        self._calls += 1
-        self._now = (method, started, self._task())
-        self._write(started)
+        task = self._task()
+        with self._lock:
+            self._calls += 1
+            key = self._calls
+            self._running[key] = method, time.monotonic(), task
+            self._show_longest()
         # Write before reading, as `cancel_tasks` does: at least one of the two sees what the other wrote.
-        if (self._cancelled or self._page[CANCELLED_AT]) and self._is_cancelled(self._now[2]):
-            self.end(self._calls)
+        if (self._cancelled or self._page[CANCELLED_AT]) and self._is_cancelled(task):
+            self.end(key)
             raise ray.exceptions.TaskCancelledError
-        return self._calls
+        return key
 
     def _task(self) -> bytes:
         """Return the id of the task that Ray runs here."""
@@ -85,15 +90,25 @@ class Record:
 
     def end(self, key: int) -> None:
         """Record that a method has ended."""
-        task = self._now[2]
-        self._now = NOTHING
-        self._write(time.monotonic())
+        with self._lock:
+            _, _, task = self._running.pop(key)
+            self._show_longest()
         if self._cancelled or self._page[CANCELLED_AT]:
             self._is_cancelled(task)  # which forgets a task that was cancelled while it ran
 
+    @property
+    def running(self) -> int:
+        """The number of methods that run."""
+        return len(self._running)
+
+    def _show_longest(self) -> None:
+        # Dicts keep the order of insertion, so the first method has run longest.
+        self._now = next(iter(self._running.values()), NOTHING)
+        self._write(time.monotonic())
+
     def count_waiting(self, change: int) -> None:
         """Record that a thread begins to wait for other workers, or with -1 that it does not wait any more."""
-        with self._messaging:
+        with self._lock:
             self._waiting += change
             self._write(time.monotonic())
 
@@ -109,7 +124,7 @@ class Record:
             self._write(time.monotonic())
             return
         text = message.encode()[:MESSAGE_BYTES]
-        with self._messaging:
+        with self._lock:
             free = 1 - self._message
             self._page[MESSAGES_AT[free] : MESSAGES_AT[free] + 8 + len(text)] = struct.pack("<Q", len(text)) + text
             self._message = free
@@ -145,42 +160,6 @@ class Record:
         was_cancelled = task in self._cancelled
         self._cancelled.discard(task)
         return was_cancelled
-
-
-class OverlappingRecord(Record):
-    """Write the record of a worker whose async methods overlap; it shows the method that has run longest."""
-
-    def __init__(self, methods: Sequence[str]) -> None:
-        self._running: dict[int, Running] = {}
-        super().__init__(methods)
-
-    def begin(self, method: int) -> int:
-        """Record that a method starts, as `Record.begin` does.
-
-        Ray runs plain generators in other threads than the methods of the event loop.
-        """
-        with self._messaging:
-            key = super().begin(method)
-            self._running[key] = self._now
-            self._show_longest()
-        return key
-
-    def end(self, key: int) -> None:
-        """Record that a method has ended, as `Record.end` does."""
-        with self._messaging:
-            self._now = self._running.pop(key, self._now)
-            super().end(key)
-            self._show_longest()
-
-    @property
-    def running(self) -> int:
-        """The number of methods that run."""
-        return len(self._running)
-
-    def _show_longest(self) -> None:
-        # Dicts keep the order of insertion, so the first method has run longest.
-        self._now = next(iter(self._running.values()), NOTHING)
-        self._write(time.monotonic())
 
 
 def open_record(pid: int) -> int | None:

@@ -142,10 +142,11 @@ def start_reaper(identity: str, limit: int = 0, verdict: str = "") -> None:
             warnings.warn(f"No reaper: what this worker starts may outlive a killed driver. {error}", stacklevel=2)
 
 
-def find_log() -> str:
-    """Return the file to which Ray lets this process write; an empty text if it writes to a terminal or a pipe."""
-    path = os.path.realpath("/proc/self/fd/2")
-    return path if os.path.isfile(path) else ""
+def identify_process() -> dict[str, Any]:
+    """Return what only this process knows of itself, with the file to which Ray lets it write, if that is a file."""
+    pid, log = os.getpid(), os.path.realpath("/proc/self/fd/2")
+    node_id = ray.get_runtime_context().get_node_id()
+    return {"pid": pid, "started": start_tick(pid), "node_id": node_id, "log": log if os.path.isfile(log) else ""}
 
 
 def apply_facts(worker: Any, changes: Mapping[str, Any], layout: Any = None) -> None:

@@ -22,7 +22,7 @@ SIGNAL = int(signal.SIGRTMIN + 5)
 WRITE_S = 5.0
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 # The functions of the host that call a method or function of the user.
-CALLERS = ("delegate", "iterate", "stream", "_fairlead_apply", "_fairlead_construct")
+CALLERS = ("delegate", "iterate", "stream", "_fairlead_apply", "_fairlead_start")
 Frame = tuple[str, str, str]
 
 
