@@ -28,10 +28,10 @@ from fairlead_workergroup import RayWorkerGroup, Shard
 from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan, make_requests
 from fairlead_workergroup._membership.core import Core
+from fairlead_workergroup._membership.places import lay_out
+from fairlead_workergroup._membership.provision import WINDOW, create_actors, plan_workers, wait_started
 from fairlead_workergroup._model import GroupState, Member, RestartPolicy
 from fairlead_workergroup._start.environment import WorkerPython
-from fairlead_workergroup._start.launch import WINDOW, create_actors, plan_workers, wait_started
-from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import Method, WorkerClass
 from fairlead_workergroup._status import read_statuses
 from fairlead_workergroup._world import Deadline

@@ -25,10 +25,10 @@ from fairlead_workergroup._calls import handle
 from fairlead_workergroup._membership import (
     change,
     core,
-    delivery,
-    ends,
     losses,
     operations,
+    owned,
+    provision,
 )
 from fairlead_workergroup._observe import (
     board,
@@ -36,7 +36,7 @@ from fairlead_workergroup._observe import (
     progress_bar,
 )
 from fairlead_workergroup._remote import process, record
-from fairlead_workergroup._start import builder, launch
+from fairlead_workergroup._start import worker_class
 
 Patch = pytest.MonkeyPatch
 
@@ -45,7 +45,7 @@ Patch = pytest.MonkeyPatch
 
 def set_clock(patch: Patch, clock: Any) -> None:
     """Let the deadlines of this process be those of a clock."""
-    patch.setattr(launch, "time", clock)
+    patch.setattr(provision, "time", clock)
     patch.setattr(_world.World, "now", clock.monotonic)
 
 
@@ -64,12 +64,12 @@ def limit_requests_to_the_head(patch: Patch, seconds: float) -> None:
 
 def limit_starts_of_single_workers(patch: Patch, seconds: float) -> None:
     """Let a builder wait this long for the worker that it makes."""
-    patch.setattr(builder, "START_S", seconds)
+    patch.setattr(worker_class, "START_S", seconds)
 
 
 def limit_ends_of_workers(patch: Patch, seconds: float) -> None:
     """Let a shutdown wait this long for a worker before it kills the process."""
-    patch.setattr(ends, "WORKER_GRACE_S", seconds)
+    patch.setattr(owned, "WORKER_GRACE_S", seconds)
 
 
 def limit_ends_of_children(patch: Patch, seconds: float) -> None:
@@ -84,7 +84,7 @@ def report_late_workers_every(patch: Patch, seconds: float) -> None:
 
 def longest_shutdown(timeout_s: float) -> float:
     """Return how long a shutdown with a timeout may take while Ray's head is silent."""
-    return timeout_s + ends.LAST_LOOK_S
+    return timeout_s + owned.LAST_LOOK_S
 
 
 # Ray's head, and the agents of nodes.
@@ -126,8 +126,8 @@ def drain_without_agents(patch: Patch, nodes: set[str]) -> list[str]:
         answers = extension.run_on_nodes(function, asks, **options)
         return answers | {node_id: PlacementError("not schedulable") for node_id in asks if node_id in nodes}
 
-    patch.setattr(ends, "run_on_nodes", run_on_nodes)
-    patch.setattr(ends, "draining_nodes", lambda: frozenset(nodes))
+    patch.setattr(owned, "run_on_nodes", run_on_nodes)
+    patch.setattr(owned, "draining_nodes", lambda: frozenset(nodes))
     return silent
 
 
@@ -218,7 +218,7 @@ def act_before(patch: Patch, owner: Any, name: str, act: Callable[[], object]) -
 
 
 def act_in_steps(patch: Patch, act: Callable[[str], object]) -> None:
-    """Let `act` run before these steps of a change of a group, with the name that `docs/architecture.md` gives it."""
+    """Let `act` run before these steps of a change of a group, with the name that the internals give it."""
     end, plan_restart = change._Run._end, operations._find_lost
 
     def act_and_end(own: Any, ranks: Sequence[int]) -> Any:
@@ -232,18 +232,18 @@ def act_in_steps(patch: Patch, act: Callable[[str], object]) -> None:
 
     patch.setattr(change._Run, "_end", act_and_end)
     patch.setattr(operations, "_find_lost", act_and_plan)
-    act_before(patch, change, "find_late", partial(act, "quiesce"))
+    act_before(patch, change._Run, "_find_late", partial(act, "quiesce"))
     act_before(patch, change._Run, "deliver", partial(act, "deliver"))
 
 
 def act_before_calls_are_awaited(patch: Patch, act: Callable[[], object]) -> None:
     """Let `act` run when a change of a group begins to wait for the calls that were made before it."""
-    act_before(patch, change, "find_late", act)
+    act_before(patch, change._Run, "_find_late", act)
 
 
 def act_while_a_change_awaits(patch: Patch, ranks: list[int], act: Callable[[], object]) -> None:
     """Let `act` run whenever a change of a group waits for these ranks, and for no others."""
-    wait_for = delivery.wait_for
+    wait_for = change.wait_for
 
     def wait_and_act(futures: Mapping[Any, Any], until: Any, check: Callable[[], Any], **options: Any) -> Any:
         keys = {future: key for key, future in futures.items()}
@@ -256,7 +256,6 @@ def act_while_a_change_awaits(patch: Patch, ranks: list[int], act: Callable[[], 
 
         return wait_for(futures, until, act_and_check, **options)
 
-    patch.setattr(delivery, "wait_for", wait_and_act)
     patch.setattr(change, "wait_for", wait_and_act)
 
 
@@ -273,7 +272,7 @@ def act_while_a_start_awaits(patch: Patch, ranks: list[int], act: Callable[[], o
             if list(waiting_for) == ranks:
                 act()
 
-    patch.setattr(launch, "Bar", Bar)
+    patch.setattr(provision, "Bar", Bar)
 
 
 def limit_waits_of_handles(patch: Patch, seconds: float) -> None:

@@ -18,7 +18,7 @@ from fairlead_inspect._node.requests import FUNCTIONS
 from fairlead_inspect.model import Frame, Request
 from fairlead_placement._nodes.ports import lease_ports
 from fairlead_placement._reserve.wait import reserve
-from fairlead_workergroup._start.launch import wait_started
+from fairlead_workergroup._membership.provision import wait_started
 
 SLEEP = "time.sleep"
 

@@ -26,8 +26,8 @@ from ._launch import launch
 from ._model import GroupState, Place
 from ._options import Elastic, Restart, Timeouts
 from ._replies import ResultStream
-from ._start.builder import RayWorkerBuilder
-from ._start.options import WorkerOptions, recursive_merge_options
+from ._start.environment import WorkerOptions, recursive_merge_options
+from ._start.worker_class import RayWorkerBuilder
 from ._status import StuckWorker, WorkerStatus, WorkerUsage
 from .exceptions import (
     CallCancelledError,

@@ -26,15 +26,13 @@ from ._context import check_compression
 from ._membership import operations
 from ._membership.change import Changes
 from ._membership.core import Core
-from ._membership.owned import Owned
+from ._membership.owned import Owned, Shutdown
+from ._membership.places import check_sharding, lay_out
 from ._membership.provision import GroupSpec, Provisioner
-from ._membership.shutdown import Shutdown
 from ._model import GroupState, Place, RestartPolicy
 from ._options import Elastic, FlatOptions, Restart, Timeouts, parse_memory, read_option, read_restart
-from ._start.builder import ClassLike, RayWorkerBuilder
-from ._start.environment import check_env_vars, choose_python
-from ._start.layout import check_sharding, lay_out
-from ._start.options import WorkerOptions
+from ._start.environment import WorkerOptions, check_env_vars, choose_python
+from ._start.worker_class import ClassLike, RayWorkerBuilder
 from ._status import ObservedGroup
 from ._world import Deadline, check_timeout
 
@@ -114,7 +112,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         builder = remote_worker_builder
         if not isinstance(builder, RayWorkerBuilder):
             builder = RayWorkerBuilder(builder)
-        env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars or {})
+        env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars)
         if async_communication not in (True, False, "auto"):
             raise ValueError(f"async_communication must be True, False or 'auto', got {async_communication!r}")
         restart = read_restart(restart, flat, RayWorkerGroup.__init__)
@@ -170,7 +168,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         core.described = self._provisioner
         self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
         core.changes = self._changes
-        self._shutdown = Shutdown(core, self._changes, self._provisioner)
+        self._shutdown = Shutdown(core, self._changes, self._provisioner.owned)
 
     def _start(self) -> None:
         """Start all workers, or end everything."""
@@ -320,10 +318,9 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             WorkerFailureError: a lost worker that stays cannot be restarted. Or a worker failed or was late after the
                 epoch had begun (kind "resize-failed"), which cannot be undone, because others have given up their
                 collectives: no call is sent until `restart_failed_workers()` or another `resize` has repaired it.
-            WorkerGroupError: the group, or its Ray, has been shut down; or this process is one of its workers.
+            WorkerGroupError: the group, or its Ray, has been shut down.
         """
         check_timeout("timeout", timeout)
-        operations.check_caller(self._provisioner.spec.token)
         operations.check_resize(self._core.check_alive(), sizes, slots)
         if self._provisioner.has_one_port:
             raise ValueError(

@@ -3,9 +3,9 @@
 
 import contextlib
 import difflib
-import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import ray
@@ -19,9 +19,8 @@ from ._group import RayWorkerGroup
 from ._model import Place
 from ._options import Restart, Timeouts, read_option
 from ._remote.describe import undecorate
-from ._start.builder import ClassLike, RayWorkerBuilder
-from ._start.environment import check_env_vars, choose_python
-from ._start.options import WorkerOptions
+from ._start.environment import WorkerOptions, check_env_vars, choose_python
+from ._start.worker_class import ClassLike, RayWorkerBuilder
 from ._status import check_seconds
 from ._world import Deadline
 
@@ -95,7 +94,7 @@ def launch(
     sharding = NamedSharding.from_shape(**_check_axes(worker, workers, axes))
     restart = read_option("restart", restart, Restart)
     python = choose_python(python, builder.ray_actor_class_fqn)
-    env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars or {})
+    env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars)
     deadline = Deadline.after(timeout_s)
     gpus = {"GPU": gpus_per_worker} if gpus_per_worker else {}
     # One that is never reserved: it refuses wrong options before Ray is started.
@@ -200,7 +199,7 @@ def _check_room(cluster: RayVirtualCluster, bundle: Mapping[str, float], nodes: 
 
 def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) -> Mapping[str, int]:
     """Return the axes over the workers; refuse arguments of the constructor, and options that `launch` lacks."""
-    options = [name for name in inspect.signature(launch).parameters if name not in ("worker", "axes")]
+    options = [name for name in signature(launch).parameters if name not in ("worker", "axes")]
     target: Any = worker.worker if isinstance(worker, RayWorkerBuilder) else worker
     cls = None if isinstance(target, str) else undecorate(target)
     for name, size in axes.items():
@@ -209,17 +208,19 @@ def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) ->
             remedy = given if isinstance(worker, RayWorkerBuilder) else f"init_kwargs={{{name!r}: {size!r}}}"
             raise TypeError(f"{name} is a parameter of {cls.__name__}.__init__: pass {remedy}")
         is_size = isinstance(size, int) and not isinstance(size, bool)
-        for other in (RayVirtualCluster, RayWorkerGroup):
-            if name in inspect.signature(other).parameters and not (name == "worker" and is_size):
-                text = f"launch has no option {name!r}: give it to {other.__name__}. See the docstring of launch."
-                raise TypeError(text)
-        near = difflib.get_close_matches(name, options, 1, 0.8)
-        if near or not is_size or name.startswith(_NO_AXES):
-            hint = f"Did you mean {near[0]}?" if near else f"Its options are {', '.join(options)}."
-            raise TypeError(
-                f"launch has no option {name!r}, and {name}={size!r} is not an axis with its size, which is a whole "
-                f"number of workers. {hint}"
-            )
+        owner = [kind.__name__ for kind in (RayVirtualCluster, RayWorkerGroup) if name in signature(kind).parameters]
+        near = difflib.get_close_matches(name, options, 1, 0.75)
+        if owner and not (name == "worker" and is_size):
+            hint = f": give it to {owner[0]}. See the docstring of launch."
+        elif near:
+            hint = f". Did you mean {near[0]}?"
+        elif name.startswith(_NO_AXES):
+            hint = f". Its options are {', '.join(options)}; call an axis otherwise."
+        elif not is_size:
+            hint = f", and {name}={size!r} is not an axis with its size, which is a whole number of workers."
+        else:
+            continue
+        raise TypeError(f"launch has no option {name!r}{hint}")
     if (workers is None) is (not axes):
         raise ValueError("launch needs the number of workers, as axes (dp=2, tp=2) or as workers=4, and not both")
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
@@ -228,12 +229,11 @@ def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) ->
 
 
 def _constructor_parameters(cls: type) -> Collection[str]:
-    """Return the parameters that the constructor of a class takes by name; none if Python cannot tell."""
     try:
-        parameters = inspect.signature(cls).parameters.values()
+        parameters = signature(cls).parameters.values()
     except (TypeError, ValueError):
         return ()
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     return [parameter.name for parameter in parameters if parameter.kind in by_name]
 
 

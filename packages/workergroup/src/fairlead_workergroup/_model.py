@@ -158,7 +158,7 @@ class Resize:
 
 @dataclass(frozen=True)
 class GroupState:
-    """All members of a group at one moment: one consistent state that never changes.
+    """All members of a group at one moment, which never changes.
 
     Attributes:
         version: the number of transitions before it.
@@ -245,22 +245,21 @@ class GroupState:
 
     def to_wire(self) -> dict[str, Any]:
         """Return the state as plain data for other processes: names, places and processes, no values of users."""
-        members = [
-            {
-                **{name: getattr(member, name) for name in _ON_THE_WIRE},
-                "rank": member.rank,
-                "name": member.place.name,
-                "coords": dict(member.coords),
-                "address": member.place.slot.node_ip,
-                "tied_rank": member.place.tied_rank,
-            }
-            for member in self.members
-        ]
         return {
             "version": self.version,
             "group_epoch": self.group_epoch,
             "sharding": self.sharding.to_dict(),
-            "members": members,
+            "members": [
+                {
+                    **{name: getattr(member, name) for name in _ON_THE_WIRE},
+                    "rank": member.rank,
+                    "name": member.place.name,
+                    "coords": dict(member.coords),
+                    "address": member.place.slot.node_ip,
+                    "tied_rank": member.place.tied_rank,
+                }
+                for member in self.members
+            ],
         }
 
     @classmethod
@@ -284,31 +283,21 @@ _ON_THE_WIRE = ("incarnation", "restarts", "actor_id", "actor_name", "mark", "no
 
 
 def _read_member(row: Mapping[str, Any]) -> Member:
-    unknown: Any = None
-    slot = Slot(
-        placement_group=unknown,
-        bundle_index=-1,
-        node_idx=-1,
-        node_id=row["node_id"],
-        node_ip=row["address"],
-        node_rank=-1,
-        local_rank=-1,
-    )
+    unknown: dict[str, Any] = {"placement_group": None}
+    unknown |= dict.fromkeys(("bundle_index", "node_idx", "node_rank", "local_rank"), -1)
+    slot = Slot(node_id=row["node_id"], node_ip=row["address"], **unknown)
     place = Place(row["rank"], slot, row["name"], -1, row["tied_rank"], (-1, []), -1, -1, -1, row["coords"])
     return Member(place, **{name: row[name] for name in _ON_THE_WIRE})
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When workers are restarted."""
-
     on_failure: bool = False  # whether calls that need a lost worker restart it
     max_restarts: int = 0  # of each rank, or of the group with scope "group"
     scope: str = "worker"  # or "group" for all workers together
 
     @property
     def restarts_all(self) -> bool:
-        """Whether all workers are restarted together."""
         return self.scope == "group"
 
     def blocking(self, now: GroupState, called: Collection[int]) -> list[WorkerFailure]:
@@ -319,10 +308,8 @@ class RestartPolicy:
     def explain_limit(self, now: GroupState, ranks: Iterable[int]) -> str:
         """Return why these ranks cannot be restarted any more; an empty text if they can."""
         limit = self.max_restarts
-        if self.restarts_all:
-            at_limit = [] if now.restarts < limit else ["the group"]
-        else:
-            at_limit = [f"rank {rank}" for rank in ranks if now[rank].restarts >= limit]
+        counts = {"the group": now.restarts} if self.restarts_all else {f"rank {r}": now[r].restarts for r in ranks}
+        at_limit = [name for name, count in counts.items() if count >= limit]
         if not at_limit:
             return ""
         return (
@@ -332,13 +319,9 @@ class RestartPolicy:
 
     def remedy(self, now: GroupState, ranks: Sequence[int]) -> str:
         """Return what a user can do about these lost ranks; an empty text for the default advice."""
-        if reason := self.explain_limit(now, ranks):
+        reason = self.explain_limit(now, ranks)
+        if reason or not self.on_failure:
             return reason
-        if not self.on_failure:
-            return ""
         if self.restarts_all:
             return f"The next call restarts the whole group first, whichever ranks it calls. Repeat this call. {STATE}"
-        return (
-            "The next call that reaches these ranks starts them again. Repeat this call. `restart_failed_workers()` "
-            f"starts them at once. {STATE}"
-        )
+        return f"The next call that reaches these ranks starts them again. Repeat this call. {STATE}"

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from ._calls.map import Strategy
 from ._context import Compression
-from ._start.options import WorkerOptions
+from ._start.environment import WorkerOptions
 from ._world import check_timeout
 
 _Option = TypeVar("_Option")
@@ -87,7 +87,8 @@ class FlatOptions(TypedDict, total=False):
 def read_option(name: str, value: _Option | None, kind: type[_Option]) -> _Option:
     """Return an option, and its default for None; refuse a value of another type."""
     if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__} or None, got {value!r}: write {name}={kind.__name__}(...)")
+        what = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+        raise TypeError(f"{name} must be {what} or None, got {value!r}: write {name}={kind.__name__}(...)")
     return kind() if value is None else value
 
 

@@ -9,10 +9,10 @@ import contextvars
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -21,6 +21,7 @@ from fairlead_placement.extension import OneTimeEvent, connection, run_in_thread
 from .exceptions import WorkerGroupError
 
 Event = OneTimeEvent
+_Key = TypeVar("_Key", int, tuple[int, str])  # a rank, or that with what it does
 
 
 class World:
@@ -43,13 +44,8 @@ class World:
         except RuntimeError:
             work()
 
-    def wait(
-        self, refs: Sequence[Any], *, num_returns: int, timeout: float | None, fetch_local: bool
-    ) -> tuple[list[Any], list[Any]]:
-        """Call `ray.wait`."""
-        done: tuple[list[Any], list[Any]] = ray.wait(
-            list(refs), num_returns=num_returns, timeout=timeout, fetch_local=fetch_local
-        )
+    def wait(self, refs: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+        done: tuple[list[Any], list[Any]] = ray.wait(list(refs), **options)
         return done
 
 
@@ -69,7 +65,6 @@ class Connection:
         return self._made_on == connection()
 
     def check(self) -> None:
-        """Refuse to continue without it."""
         if not self.is_open:
             raise WorkerGroupError(f"{self._group!r}: the Ray it was made on has been shut down; make a new group")
 
@@ -98,11 +93,9 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float | None) -> "Deadline":
-        """Return the deadline that is this many seconds from now."""
         return cls(None if seconds is None else current.now() + seconds, seconds)
 
     def sooner(self, other: "Deadline") -> "Deadline":
-        """Return the earlier of two deadlines."""
         moments = [deadline.at for deadline in (self, other) if deadline.at is not None]
         return Deadline(min(moments, default=None))
 
@@ -132,3 +125,35 @@ def wait_for_event(event: Event, deadline: Deadline) -> bool:
         if deadline.passed:
             return event.is_set()
     return True
+
+
+# When a worker has failed, the others may wait for it in a collective, and nothing good comes of that.
+OTHERS_S = 10.0
+# How often a wait for workers looks whether it is to be given up.
+LOOK_EVERY_S = 0.2
+# Raises, or returns True, if a wait is to be given up.
+Check = Callable[[], bool | None]
+
+
+def wait_for(
+    futures: Mapping[_Key, Any], until: Deadline, check: Check, *, patient: bool = False
+) -> tuple[dict[_Key, Exception], list[_Key]]:
+    """Wait for the futures of ranks; return the errors, and the late ones, by their keys.
+
+    After a failure, the others have only a short time, unless the wait is patient.
+    """
+    key_of = {future: key for key, future in futures.items()}
+    pending, errors = list(key_of), dict[_Key, Exception]()
+    while pending:
+        left = until.left(at_most=LOOK_EVERY_S)
+        ready, pending = current.wait(pending, num_returns=len(pending), timeout=left, fetch_local=True)
+        for future in ready:
+            try:
+                current.get([future], timeout=None)
+            except Exception as error:  # noqa: BLE001  a method of the user may raise anything
+                errors[key_of[future]] = error
+        if errors and not patient:
+            until, patient = until.sooner(Deadline.after(OTHERS_S)), True
+        if pending and (until.passed or check()):
+            break
+    return errors, sorted(key_of[future] for future in pending)

@@ -141,5 +141,5 @@ def test_no_slot_of_a_node_that_ends(cluster, ends):
         with pytest.raises(ResourceInsufficientError, match="cannot run in bundle 0"):
             RayWorkerGroup(bad, Worker)
         group.resize(worker=2)
-        with pytest.raises(ValueError, match="3 more workers need 3 free slots, and the cluster has 2"):
+        with pytest.raises(ValueError, match=r"3 more worker\(s\) need as many free slots, and there are 2"):
             group.resize(worker=5)

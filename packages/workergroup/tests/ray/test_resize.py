@@ -195,24 +195,6 @@ def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait
         assert [facts[:2] for facts in group.call("facts").result()] == [(2, 1)]
 
 
-def test_shutdown_during_a_resize(cluster, tmp_path, eventually):
-    """A shutdown of another thread in the second phase is reported as that, and not as a broken epoch."""
-    (tmp_path / "gate.hang1").touch()
-    with make(cluster, env_vars={"GATE": str(tmp_path / "gate")}) as group:
-
-        def end():
-            assert eventually(lambda: group.state().group_epoch == 1, 60)
-            assert eventually(lambda: [one.method for one in group.get_worker_status()][1] == "set_up", 60)
-            group.shutdown(force=True)
-
-        other = threading.Thread(target=end)
-        other.start()
-        with pytest.raises(WorkerGroupError, match="it has been shut down") as caught:
-            group.resize(dp=3, timeout=60)
-        other.join(60)
-        assert not isinstance(caught.value, WorkerFailureError)
-
-
 def test_bad_input_is_refused(cluster, monkeypatch, requests):
     """Nothing changes when a resize is refused."""
     with make(cluster, sharding_annotations=NamedSharding([[0], [1]], ["dp", "tp"])) as group:
@@ -224,7 +206,7 @@ def test_bad_input_is_refused(cluster, monkeypatch, requests):
             ({"dp": 0}, ValueError, "at least 1"),
             ({"dp": 2.0}, TypeError, "whole number"),
             ({"dp": True}, TypeError, "whole number"),
-            ({"dp": 9}, ValueError, r"7 more workers need 7 free slots, and the cluster has 6.*slots="),
+            ({"dp": 9}, ValueError, r"7 more worker\(s\) need as many free slots, and there are 6.*slots="),
         ]:
             with pytest.raises(error, match=match):
                 group.resize(**sizes)
@@ -232,16 +214,16 @@ def test_bad_input_is_refused(cluster, monkeypatch, requests):
             with pytest.raises(TypeError, match="slots must be a sequence of slots"):
                 group.resize(dp=3, slots=wrong)
         slots = cluster.slots()
-        with pytest.raises(ValueError, match="needs 1 slots, got 2"):
+        with pytest.raises(ValueError, match=r"needs 1 slot\(s\), got 2"):
             group.resize(dp=3, slots=slots[6:])
-        with pytest.raises(ValueError, match="needs 0 slots"):
+        with pytest.raises(ValueError, match="needs 0 slot"):
             group.resize(dp=1, slots=slots[7:])
         with pytest.raises(ValueError, match=r"bundle 1 .* has a worker of this group"):
             group.resize(dp=3, slots=slots[1:2])
         with RayWorkerGroup(slots[7:], Worker, name_prefix="other"):
             with pytest.raises(ResourceInsufficientError, match="other"):
                 group.resize(dp=3, slots=slots[7:])
-            with pytest.raises(ValueError, match="the cluster has 5"):
+            with pytest.raises(ValueError, match="there are 5 that can be used"):
                 group.resize(dp=8)
         assert group.resize(dp=2) == 0
         assert (group.state().group_epoch, requests) == (0, [])
@@ -256,22 +238,6 @@ def test_mesh_without_a_slowest_axis(cluster):
     axes = NamedSharding([1, 0], ["dp"])
     with make(cluster, sharding_annotations=axes) as group, pytest.raises(ValueError, match="slowest-varying axis"):
         group.resize(dp=3)
-
-
-def test_resize_from_a_worker_of_the_group(group, monkeypatch):
-    """A worker cannot resize its own group; a process that only looks like another group's worker can."""
-    import sys
-    import types
-
-    token = group.worker_metadata and group.call(lambda worker: sys.modules["_fairlead_worker"].facts["tree"])
-    tree = token.result()[0]
-    module = types.ModuleType("_fairlead_worker")
-    module.facts = {"tree": tree}
-    monkeypatch.setitem(sys.modules, "_fairlead_worker", module)
-    with pytest.raises(WorkerGroupError, match="A worker cannot resize its own group"):
-        group.resize(dp=1)
-    module.facts = {"tree": "another-0-0"}
-    assert group.resize(dp=1) == group.state().group_epoch
 
 
 def test_failed_start_changes_nothing(cluster, tmp_path):

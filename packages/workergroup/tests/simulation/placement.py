@@ -81,7 +81,7 @@ class PretendedPlacement:
         names: Sequence[str],
         add: Callable[[Any, Any], None],
     ) -> None:
-        """Create the actors of workers, as `_start.launch.create_actors` does."""
+        """Create the actors of workers, as `provision.create_actors` does."""
         for plan in plans:
             add(plan, self._create_actor(plan))
 
@@ -101,7 +101,7 @@ class PretendedPlacement:
         check: Callable[[], None] = lambda: None,
         **_: Any,
     ) -> dict[int, Mapping[str, Any]]:
-        """Wait until all constructors have finished, as `_start.launch.wait_started` does."""
+        """Wait until all constructors have finished, as `provision.wait_started` does."""
         pending = dict(zip(started, members, strict=True))
         while pending:
             left = until.left(at_most=LOOK_EVERY_S)

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from fairlead_workergroup import _world
 from fairlead_workergroup._calls.call import Call
-from fairlead_workergroup._membership import operations, slots
+from fairlead_workergroup._membership import operations, places
 from fairlead_workergroup._membership.core import Core
-from fairlead_workergroup._membership.losses import find_losses
+from fairlead_workergroup._membership.losses import find_losses, late_error, start_error
 from fairlead_workergroup._model import GroupState, Member
 from fairlead_workergroup._remote import setup as remote_facts
-from fairlead_workergroup._start.launch import late_error, start_error
 from fairlead_workergroup._start.worker_class import WorkerClass, describe_class
 from fairlead_workergroup._world import Deadline
 
@@ -86,13 +85,13 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._observe.query.choose_alive": pretended.choose_alive,
         f"{ours}._membership.losses.choose_alive": pretended.choose_alive,
         f"{ours}._membership.losses.collect": world.collect,
-        f"{ours}._membership.ends.collect": world.collect,
+        f"{ours}._membership.owned.collect": world.collect,
         # All questions to nodes: `late_workers`, `find_ended`, `cancel_calls`.
         f"{ours}._observe.query.run_on_nodes": pretended.run_on_nodes,
         # Whether Ray is the one that the group was made on.
         f"{ours}._world.connection": pretended.connection,
         # Slots, ports, and actors, which are created by several threads.
-        f"{ours}._membership.slots.claim_slots": placement.claim_slots,
+        f"{ours}._membership.places.claim_slots": placement.claim_slots,
         f"{ours}._membership.provision.lease_ports": placement.lease_ports,
         f"{ours}._membership.provision.create_actors": placement.create_actors,
         f"{ours}._membership.provision.wait_started": placement.wait_started,
@@ -101,7 +100,7 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._arguments.ObjectRef": SimRef,
         f"{ours}._replies.ignore": lambda refs: None,
         # Variables of the driver.
-        f"{ours}._start.launch.forwarded_variables": lambda driver: {},
+        f"{ours}._membership.provision.forwarded_variables": lambda driver: {},
         # The table of environments in the pyproject.toml, which would be read for each group.
         f"{ours}._start.environment.known_actor_environments": dict,
         # What a group publishes for other processes.
@@ -112,16 +111,16 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._group.release_when_dropped": lambda *_: None,
         f"{ours}._group.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="simulated")),
         # Functions of this package that read the clock themselves, because agents need its times.
-        f"{ours}._membership.ends.time": SimpleNamespace(monotonic=world.now, sleep=world.sleep),
-        f"{ours}._membership.ends.wait_until": lambda is_true, until, **_: _wait_until(
+        f"{ours}._membership.owned.time": SimpleNamespace(monotonic=world.now, sleep=world.sleep),
+        f"{ours}._membership.owned.wait_until": lambda is_true, until, **_: _wait_until(
             world, is_true, until - world.now()
         ),
-        f"{ours}._membership.ends.choose_alive": pretended.choose_alive,
-        f"{ours}._membership.ends.run_on_nodes": pretended.run_on_nodes,
+        f"{ours}._membership.owned.choose_alive": pretended.choose_alive,
+        f"{ours}._membership.owned.run_on_nodes": pretended.run_on_nodes,
         f"{ours}._observe.query.time": SimpleNamespace(monotonic=world.now),
         # How often waits look at the clock, or whether they are to be given up.
         f"{ours}._world.SLICE_S": math.inf,
-        f"{ours}._membership.delivery.LOOK_EVERY_S": 2.0,
+        f"{ours}._world.LOOK_EVERY_S": 2.0,
     }
 
 
@@ -235,4 +234,4 @@ def forget_the_scope(patch: Any) -> None:
 
 def use_dead_slots(patch: Any) -> None:
     """Slots of dead nodes are chosen."""
-    patch.setattr(slots, "usable_slots", list)
+    patch.setattr(places, "usable_slots", list)

@@ -59,9 +59,8 @@ def test_values_are_frozen():
 @pytest.mark.parametrize(("name", "value"), [("restart", True), ("elastic", 2), ("timeouts", 60.0), ("elastic", {})])
 def test_types(name, value):
     """A group refuses a value of another type, and says how the option is written."""
-    with pytest.raises(
-        TypeError, match=rf"{name} must be a {name.title()} or None, got .*: write {name}={name.title()}"
-    ):
+    what = {"elastic": "an Elastic"}.get(name, f"a {name.title()}")
+    with pytest.raises(TypeError, match=rf"{name} must be {what} or None, got .*: write {name}={name.title()}"):
         RayWorkerGroup([], dict, **{name: value})
 
 

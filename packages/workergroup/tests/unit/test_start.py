@@ -9,6 +9,9 @@ import pytest
 from fairlead_placement import Slot
 from fairlead_placement.extension import count_bundles
 from fairlead_workergroup._launch import _count_for_each_node
+from fairlead_workergroup._membership.losses import start_error
+from fairlead_workergroup._membership.places import lay_out
+from fairlead_workergroup._membership.provision import plan_workers
 from fairlead_workergroup._model import Member
 from fairlead_workergroup._start.environment import (
     RANK_VARIABLES,
@@ -17,8 +20,6 @@ from fairlead_workergroup._start.environment import (
     forwarded_variables,
     worker_environment,
 )
-from fairlead_workergroup._start.launch import plan_workers, start_error
-from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._start.worker_class import WorkerClass
 
 
@@ -86,7 +87,7 @@ class TestOnePerSlot:
         """The first slots of each logical node in use are chosen, as many as requested."""
         there = slots(3, 1, 0, 2)
         if expected is None:
-            with pytest.raises(ValueError, match="asks for 2 workers on logical node 1, which has 1 slots"):
+            with pytest.raises(ValueError, match=r"asks for 2 worker\(s\) on logical node 1, which has 1 slot\(s\)"):
                 lay_out(there, prefix="p", workers_per_node=wanted)
         else:
             assert where(lay_out(there, prefix="p", workers_per_node=wanted)) == expected
@@ -96,7 +97,7 @@ class TestOnePerSlot:
         [
             ([1], ValueError, r"has 1 entries \[1\], but 2 logical nodes are in use: \[0, 1\]"),
             ([0, 0], ValueError, "leaves no worker"),
-            (-1, ValueError, "asks for -1 workers"),
+            (-1, ValueError, "asks for -1 worker"),
             (True, ValueError, "must be an int or a list of ints"),
             ("2", ValueError, "must be an int or a list of ints"),
             ([1, 1.5], ValueError, "must be an int or a list of ints"),

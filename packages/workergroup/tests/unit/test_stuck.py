@@ -9,8 +9,8 @@ from ray.util.placement_group import PlacementGroup
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup._membership.core import Core
+from fairlead_workergroup._membership.places import lay_out
 from fairlead_workergroup._model import GroupState, Member, RestartPolicy
-from fairlead_workergroup._start.layout import lay_out
 from fairlead_workergroup._status import ObservedGroup
 
 from ..faults import let_nodes_report

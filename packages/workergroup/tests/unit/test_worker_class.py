@@ -231,7 +231,7 @@ class Published:
 def test_published_class():
     """The published description of a class has the parameters of its methods, and not the values of defaults."""
     described = describe_class(Published, asks=[], node_id="", runtime_env=None, timeout_s=1.0)
-    published = described.to_dict()
+    published = described.plain
     assert SECRET not in json.dumps(published)
     read = WorkerClass.from_dict(pickle.loads(pickle.dumps(published)))
     assert (read.name, read.concurrent, read.cls) == ("Published", False, None)

@@ -11,7 +11,7 @@ from typing import Any
 FUNCTIONS = {
     "fairlead_placement/_reserve/wait.py reserve": ("wants", "lacks", "began", "limit"),
     "fairlead_placement/_nodes/ports.py lease_ports": ("", "", "began", "timeout_s"),
-    "fairlead_workergroup/_start/launch.py wait_started": ("name", "", "began", ""),
+    "fairlead_workergroup/_membership/provision.py wait_started": ("name", "", "began", ""),
 }
 # What `reserve` says before it has looked is not there.
 _NUMBER = re.compile(r"\d[\d.e+-]*")

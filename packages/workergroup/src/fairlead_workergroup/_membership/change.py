@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from fairlead_placement import HeadTimeoutError
@@ -16,8 +17,9 @@ from .._model import Member
 from .._observe.head import alive_nodes
 from .._observe.query import late_workers
 from .._ray_private import end_of
-from .._remote.setup import apply_facts
-from .._world import NEVER, Deadline, wait_for_event
+from .._remote.setup import apply_facts, do_nothing
+from .._start.worker_class import pickle_function
+from .._world import NEVER, Deadline, wait_for, wait_for_event
 from ..exceptions import (
     FailureKind,
     LateWorker,
@@ -28,16 +30,14 @@ from ..exceptions import (
     WorkerStartError,
 )
 from .core import BROKEN, Core
-from .delivery import find_late, send_function, wait_for
 from .losses import find_losses
 from .operations import Operation, Plan, restart_lost
-from .provision import Provisioner, Staged
+from .provision import Provisioner, Staged, store_layout
 
 logger = logging.getLogger(__name__)
 
-# Of a rank whose old process did not end in time, so that no other one was started.
-MAY_RUN = "its old process may still run, and no other one has started"
-UNFINISHED = "it had not finished when the resize had to end"
+NOT_STARTED = "They could not be started again: "
+_pickle = cache(pickle_function)
 # Sends a method of the user's class to ranks with a deadline, and returns the call.
 RunHook = Callable[[str, Sequence[int], Deadline], Any]
 
@@ -67,7 +67,6 @@ class Change:
         return True
 
     def late_error(self, reason: str, late: tuple[LateWorker, ...] = ()) -> ResizeTimeoutError:
-        """Return the error of a change that could not begin in time."""
         return ResizeTimeoutError(self.operation.name, _world.current.now() - self.asked_at, late, reason)
 
 
@@ -159,7 +158,6 @@ class Changes:
         return wait_for_event(idle, deadline)
 
     def _serve(self) -> None:
-        """Run changes as long as there are any; the work of a thread."""
         with self._lock:
             if self._thread is not None:
                 return
@@ -185,7 +183,6 @@ class Changes:
             del change  # what it raised must not live until the next one
 
     def _carry_out(self, change: Change) -> None:
-        """Plan an operation, and carry the plan out."""
         core, goes_on = self._core, True
         core.check_goes_on()
         with head_deadline(change.until.left()):
@@ -233,11 +230,8 @@ class Changes:
             self._provisioner.publish()
         again = sorted(run.started.keys() & range(len(run.before.members)))
         everybody = range(len(after.members)) if plan.follows else ()
-        ends = {}
-        for hook, method, ranks in (
-            ("Restart.method", self._on_restart, again),
-            ("on_resize", self._on_resize, everybody),
-        ):
+        hooks, ends = (("Restart.method", self._on_restart, again), ("on_resize", self._on_resize, everybody)), {}
+        for hook, method, ranks in hooks:
             if method is not None and ranks:
                 call = self._run_hook(method, ranks, run.until)
                 for rank, future in zip(call.called_workers, call.futures, strict=True):
@@ -271,7 +265,6 @@ class _Run:
         return self._provisioner.worker_class.concurrent
 
     def switch(self) -> None:
-        """Do the steps until the epoch has begun."""
         plan, core, provisioner = self.plan, self._core, self._provisioner
         if plan.is_first:
             staged = provisioner.prepare(self.before, self.until)
@@ -317,8 +310,7 @@ class _Run:
 
     @property
     def _restarts(self) -> int:
-        """How often the whole group has been restarted, with this time."""
-        return self.before.restarts + (self._core.policy.restarts_all and bool(self.plan.counted))
+        return self.before.restarts + (self._core.policy.restarts_all and self.plan.counts)
 
     def _member(self, staged: Member) -> Member:
         """Return a member of the next epoch: one that has started, or a survivor, which may have been lost since."""
@@ -327,18 +319,16 @@ class _Run:
         return dataclasses.replace(staged, lost=self._core.now.members[staged.rank].lost)
 
     def _departed(self) -> Mapping[int, Member]:
+        """Return the last member of each rank that the next epoch does not have."""
         now, size = self._core.now, self.plan.sharding.size
-        cause = f"the group was resized {self.plan.resize}, and this rank left it"
-        left = {
-            member.rank: dataclasses.replace(member, lost=member.lost or member.failure("left", cause))
-            for member in now.members[size:]
-        }
-        return {rank: member for rank, member in now.departed.items() if rank >= size} | left
+        left = {rank: member for rank, member in now.departed.items() if rank >= size}
+        for member in now.members[size:]:
+            loss = member.failure("left", f"the group was resized {self.plan.resize}, and this rank left it")
+            left[member.rank] = dataclasses.replace(member, lost=member.lost or loss)
+        return left
 
     def _drain(self) -> None:
-        """Wait until calls have ended."""
-        living = [self.before.members[rank] for rank in self.plan.quiet]
-        ranks = find_late(living, self.until, self._core.check_goes_on, concurrent=self._concurrent)
+        ranks = self._find_late([self.before.members[rank] for rank in self.plan.quiet])
         late = late_workers([self._core.now.members[rank] for rank in ranks]) if ranks else ()
         if late and self.plan.follows:
             raise self._change.late_error(
@@ -349,12 +339,24 @@ class _Run:
         if late:
             logger.warning("Rank(s) %s are restarted while they are busy.", sorted(ranks))
 
+    def _find_late(self, members: Sequence[Member]) -> list[int]:
+        """Wait until everything that was sent to workers has ended; return the late ranks."""
+        sent = {
+            member.rank: send_function(member, do_nothing, alone=self._concurrent, until=self.until)
+            for member in members
+        }
+        errors, late = wait_for(sent, self.until, self._core.check_goes_on, patient=True)
+        # A worker that is lost now is found when the facts are sent to it.
+        return late + [
+            rank for rank, error in errors.items() if isinstance(getattr(error, "cause", None), TimeoutError)
+        ]
+
     def _end(self, ranks: Sequence[int]) -> None:
         """End the old processes of ranks, or raise: their slots cannot be used again while they are there."""
         members = [self.before.members[rank] for rank in ranks]
         if left := self._provisioner.owned.end(members, self.until):
             raise WorkerFailureError(
-                tuple(member.lost or member.failure("start-failed", MAY_RUN) for member in members),
+                tuple(member.lost or member.failure("start-failed", "its old process may run") for member in members),
                 f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(left)}. "
                 "They do not react to SIGKILL, or their node does not answer; look at them there. When they are gone, "
                 "call `restart_failed_workers()` again, or create a new group on other nodes.",
@@ -365,7 +367,7 @@ class _Run:
         plan, now = self.plan, self._core.now
         self._core.check_goes_on()
         alone = plan.follows and self._concurrent
-        layout = self._provisioner.layout() if len(now.members) != len(self.before.members) else None
+        layout = store_layout(now.sharding) if len(now.members) != len(self.before.members) else None
         sent = {
             (member.rank, ""): send_function(
                 member, apply_facts, now.facts_since(self.before, member.rank), layout, alone=alone, until=self.until
@@ -384,7 +386,8 @@ class _Run:
             return
         kind: FailureKind = "resize-failed" if self.plan.follows else "start-failed"
         now = self._core.now
-        failures = {now[rank]: now[rank].failure(kind, what + UNFINISHED) for rank, what in late}
+        unfinished = "it had not finished when the resize had to end"
+        failures = {now[rank]: now[rank].failure(kind, what + unfinished) for rank, what in late}
         for (rank, what), error in errors.items():
             cause = getattr(error, "cause", None) or error
             failures[now[rank]] = now[rank].failure(kind, f"{what}it raised {type(cause).__name__}: {cause}")
@@ -398,7 +401,7 @@ class _Run:
         if self.plan.follows:
             return WorkerFailureError(lost, BROKEN)
         self._provisioner.owned.end(list(failures), self.until)
-        return WorkerFailureError(lost, _describe(lost[0].cause))
+        return WorkerFailureError(lost, f"{NOT_STARTED}{lost[0].cause}")
 
     def note_failure(self, error: Exception) -> Exception:
         """Record the ranks that this change has ended and not started, and return the error to raise."""
@@ -416,8 +419,8 @@ class _Run:
         is_report = isinstance(error, WorkerFailureError)
         if not self._has_ended:  # lost ranks could not be started again
             lost = tuple(before.lost.values())
-            return WorkerFailureError(lost, _describe(error)) if plan.closes and not is_report else error
-        cause, failed, text = str(error), -1, _describe(error)
+            return WorkerFailureError(lost, f"{NOT_STARTED}{error}") if plan.closes and not is_report else error
+        cause, failed, text = str(error), -1, f"{NOT_STARTED}{error}"
         if isinstance(error, WorkerStartError):
             cause, failed, text = error.reason, error.rank, str(error)
         assert self._staged is not None
@@ -437,10 +440,8 @@ class _Run:
             return
         leaving = [member for member in self.before.members[self.plan.sharding.size :] if member.lost is None]
         try:
-            if self._has_begun and leaving:
-                late = find_late(leaving, self.until, self._core.check_goes_on, concurrent=self._concurrent)
-                if late:
-                    logger.warning("Rank(s) %s were ended before they had finished.", ", ".join(map(str, late)))
+            if self._has_begun and leaving and (late := self._find_late(leaving)):
+                logger.warning("Rank(s) %s were ended before they had finished.", ", ".join(map(str, late)))
         finally:
             if not self._core.ending:
                 if not self._has_begun and not self.plan.is_first:
@@ -448,5 +449,10 @@ class _Run:
                 self._provisioner.settle(self.until)
 
 
-def _describe(reason: object) -> str:
-    return f"They could not be started again: {reason}"
+def send_function(member: Member, function: Callable[..., Any], *args: Any, alone: bool, until: Deadline) -> Any:
+    """Send a function that runs between two calls of a worker; `alone`, it waits for overlapping ones."""
+    name, pickled = function.__name__, _pickle(function)
+    if alone:
+        how = {"method": name, "function": True, "alone": until.left(at_most=3600.0)}
+        return member.handle._fairlead_call.remote(how, pickled, *args)
+    return member.handle._fairlead_apply.remote(name, pickled, *args)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 from fairlead_sharding import NamedSharding
 
@@ -50,18 +50,8 @@ class PlannedCall:
         return ranks
 
 
-class Change(Protocol):
-    """A change that callers wait for; see `change`."""
-
-    def wait(self, deadline: Deadline) -> bool: ...
-
-
-class Changing(Protocol):
-    """The owner of the changes of a group; see `change`."""
-
-    def restart_lost(self) -> Change: ...
-    def runs_here(self) -> bool: ...
-    def describe_running(self) -> str: ...
+# That of `change`, which imports this module.
+Changes: TypeAlias = Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +89,7 @@ class Core:
         self.call_timeout_s = call_timeout_s
         self.memory_limit = memory_limit
         self.described: Described  # set before the first call
-        self.changes: Changing | None = None  # set by the process that makes the group
+        self.changes: Changes = None  # set by the process that makes the group
         self.checks: list[Callable[[str, Sequence[int]], None]] = []  # of packages; see `extension`
         # By rank, changed in place by restarts; empty after the end. Users may hold both lists.
         self.handles: list[Any] = []
@@ -116,14 +106,12 @@ class Core:
         self._queued: deque[tuple[PlannedCall, Future[Sent]]] = deque()
 
     def __repr__(self) -> str:
-        state = f"{len(self.now.members)} workers" if self.handles else "shut down"
+        size = len(self.now.members)
+        state = f"{size} worker{'s' * (size != 1)}" if self.handles else "shut down"
         return f"RayWorkerGroup({self.name_prefix!r}, {dict(self.now.sharding.shape)}, {state})"
 
-    # The members.
-
     @property
-    def world_size(self) -> int:
-        """The number of members, for the picture of the cluster."""
+    def world_size(self) -> int:  # for the picture of the cluster
         return len(self.now.members)
 
     @property
@@ -146,7 +134,6 @@ class Core:
         self.connection.check()
 
     def ended_error(self) -> WorkerGroupError:
-        """Return the error for the use of a group that has been shut down."""
         return WorkerGroupError(f"{self!r}: it has been shut down; make a new group")
 
     def find(self, actor_id: str) -> Member | None:
@@ -208,7 +195,6 @@ class Core:
             shown["state"] = self.now.state_of(shown["global_rank"])
 
     def end(self) -> None:
-        """Record that the group has no workers any more."""
         with self.turn:
             self.ending = True
             self.handles, self.worker_metadata = [], []
@@ -220,7 +206,6 @@ class Core:
         """Bring the members of another process's group up to date, to an epoch if one is given."""
 
     def check_retries(self, retries: int) -> None:
-        """Refuse retries in a group that does not restart workers."""
         if retries and not self.policy.on_failure:
             raise ValueError(f"retries={retries} needs a group with restart=Restart(on_failure=True)")
 
@@ -232,7 +217,6 @@ class Core:
             if isinstance(outcome, Sent):
                 return outcome
             if isinstance(outcome, list):
-                assert self.changes is not None
                 # A restart may take longer than this call may wait, and runs to its end.
                 is_over = self.changes.restart_lost().wait(until)
             else:
@@ -250,7 +234,6 @@ class Core:
             self._queued.append((call, later))
             self._change_ends = self._change_ends or _world.current.event()
         if isinstance(outcome, list):
-            assert self.changes is not None
             try:
                 self.changes.restart_lost()
             except BaseException as error:
@@ -376,7 +359,6 @@ class Core:
         return WorkerFailureError(tuple(lost), remedy)
 
     def unsent_error(self, call: PlannedCall) -> CallTimeoutError:
-        """Return the error of a call that could not be sent by its deadline."""
         reason = "Other calls of this process were being sent, or a restart was about to begin. Make the call again."
         if self.changes is not None:
             reason = self.changes.describe_running() or reason

@@ -19,12 +19,12 @@ from .. import _replies as replies
 from .. import _world
 from .._model import Member
 from .._observe.head import dead_actors
-from .._observe.query import ask_nodes, find_killed
-from .._observe.remote_errors import explain_errors
+from .._observe.query import WorkerLook, ask_nodes, find_killed
+from .._observe.remote_errors import explain_errors, explain_missing_module, remote_traceback
 from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
 from .._world import NEVER, Deadline
-from ..exceptions import FailureKind, StaleGroupError, WorkerFailure
+from ..exceptions import FailureKind, StaleGroupError, WorkerFailure, WorkerStartError
 from .core import Core
 
 _LOST = (
@@ -47,8 +47,7 @@ _SHUT_DOWN = (
 _SILENT = (ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
 # While an error is made, nodes may take this long to say which processes have ended.
 ENDED_S = 1.0
-# How soon a process that has refused a request is looked at again.
-REFUSED_EVERY_S = 0.1
+REFUSED_EVERY_S = 0.1  # how soon a process that has refused a request is looked at again
 # Once a worker is known to be dead, the errors of others that have died with it are waited for until none has come for
 # this long. Ray reports three deaths within about 20 ms, and within more than 0.1 s if all CPUs are taken.
 TOGETHER_S = 0.15
@@ -57,9 +56,10 @@ LOOK_S = 5.0
 # Ray reports the cause of a death that it knows at once, and may take the second time to notice one.
 CAUSE_S = 10.0
 NOTICED_S = 2.0
+# How many late workers an error shows.
+SHOWN = 8
 NO_CAUSE = "Ray reports that it is dead, and has not reported the cause in time"
 NOT_NOTICED = "its process has ended, and Ray has not noticed: a process that it forked may hold its connections"
-NODE_LOST = "its node is lost"
 
 Losses = dict[Member, WorkerFailure]
 
@@ -108,7 +108,7 @@ def find_losses(
     asked = [*(member for member in refused if member.pid), *(member for member in silent if member not in errors)]
     unknown: Losses = {}
     while asked and (left := until - _world.current.now()) > 0:
-        unknown |= {member: member.failure("killed", NOT_NOTICED) for member in _look_at_nodes(asked, left)}
+        unknown |= _look_at_nodes(asked, left)
         asked = [member for member in refused if member.pid and member not in unknown]
         if unknown or not asked:
             break
@@ -132,18 +132,18 @@ def find_lost(core: Core, members: Iterable[Member], within_s: float) -> Losses:
     silent = _look_at_nodes([member for member in living if member not in noticed], min(within_s, LOOK_S))
     dead = {member: loss for member, loss in noticed.items() if loss.kind == "killed"}
     on_lost_nodes = {member: loss for member, loss in noticed.items() if loss.kind == "node-lost"}
-    others = on_lost_nodes | {member: member.failure("killed", NOT_NOTICED) for member in silent}  # Ray may notice soon
-    lost = explain(core, dead, within_s) | explain(core, others, min(within_s, NOTICED_S))
+    # Ray may notice the others soon.
+    lost = explain(core, dead, within_s) | explain(core, on_lost_nodes | silent, min(within_s, NOTICED_S))
     return lost | {member: loss for member, loss in on_lost_nodes.items() if lost[member].kind == "killed"}
 
 
 def look_at_head(members: Collection[Member]) -> Losses:
     """Return the workers that Ray's head knows to be dead, or whose nodes it knows to be lost, without causes."""
     dead = dead_actors()  # all actors of the job that have ever died
-    alive = set(choose_alive({member.node_id for member in members if member.node_id}))
-    lost = [member for member in members if member.node_id and member.node_id not in alive]
+    alive = {"", *choose_alive({member.node_id for member in members if member.node_id})}
+    lost = [member for member in members if member.node_id not in alive]
     killed = {member: member.failure("killed", NO_CAUSE) for member in members if member.actor_id in dead}
-    return killed | {member: member.failure("node-lost", NODE_LOST) for member in lost}
+    return killed | {member: member.failure("node-lost", "its node is lost") for member in lost}
 
 
 def note_known_dead(core: Core, ranks: Iterable[int]) -> None:
@@ -211,11 +211,11 @@ def _find_errors(refs: Sequence[ObjectRef[Any]], core: Core) -> tuple[dict[Membe
     return dict(sorted(failed.items(), key=lambda item: item[0].rank)), silent
 
 
-def _look_at_nodes(members: Iterable[Member], within_s: float) -> list[Member]:
+def _look_at_nodes(members: Iterable[Member], within_s: float) -> Losses:
     """Return the workers whose processes have ended, from one request to each node; Ray may not know that yet."""
     started = [member for member in members if member.pid]
     ended = ask_nodes(started, find_ended, within_s=within_s, asks_head=False)
-    return [member for member, has_ended in zip(started, ended, strict=True) if has_ended]
+    return {one: one.failure("killed", NOT_NOTICED) for one, has_ended in zip(started, ended, strict=True) if has_ended}
 
 
 def _ask_actors(core: Core, members: Iterable[Member], within_s: float) -> Losses:
@@ -237,3 +237,46 @@ def _ask_guards(core: Core, lost: Losses, within_s: float) -> Losses:
         return lost
     causes = find_killed(killed, within_s)
     return lost | {member: member.failure("out-of-memory", cause) for member, cause in causes.items()}
+
+
+# Errors of starts.
+
+
+def late_error(
+    slow: Sequence[Member], looks: Sequence[WorkerLook | None], workers: int, timeout_s: float
+) -> WorkerStartError:
+    """Return the error about workers that have not started in time, given the looks at the first of them."""
+    lines = [_describe_start(member, seen) for member, seen in zip(slow, looks, strict=False)]
+    lines += [f"and {len(slow) - len(lines)} others"] if len(slow) > len(lines) else []
+    return WorkerStartError(
+        f"{len(slow)} of {workers} workers had not finished their constructor after {timeout_s:.4g} s. Give them more "
+        "time (timeout_s of launch, Timeouts.start_s of a group, the timeout of a resize), or look at what they wait "
+        "for:" + "".join(f"\n  {line}" for line in lines)
+    )
+
+
+def _describe_start(member: Member, seen: WorkerLook | None) -> str:
+    if seen is None:
+        return f"{member}: its node does not answer"
+    if not seen.pid:
+        return f"{member}: Ray has not started its process"
+    return f"{replace(member, pid=seen.pid)}: " + (f"at {seen.where}" if seen.where else "its process is starting")
+
+
+def start_error(
+    error: BaseException, member: Member, started: int, waiting: Sequence[int], loss: WorkerFailure | None
+) -> WorkerStartError:
+    """Return the error about a worker whose constructor has raised an error, or that was lost."""
+    if loss is not None:
+        reason, trace = f"the worker was lost while it started: {loss.kind}: {loss.cause}", ""
+    else:
+        cause = getattr(error, "cause", None) or error
+        reason, trace = f"its constructor raised {type(cause).__name__}: {cause}", remote_traceback(error)
+        if missing := explain_missing_module(cause):
+            reason = missing
+        elif isinstance(cause, TypeError) and "() " in reason and "argument" in reason:
+            reason += ". The constructor gets init_args and init_kwargs of launch, or the arguments of RayWorkerBuilder"
+    others = f"of the others, {started} had started"
+    if waiting:
+        others += f", {len(waiting)} had not (ranks {', '.join(map(str, waiting[:16]))}{', ...' * (len(waiting) > 16)})"
+    return WorkerStartError(reason, member.rank, dict(member.coords), member.node_id, trace, others)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations that change who is in a group, as plans of one kind. They change nothing themselves."""
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,7 @@ from fairlead_sharding import NamedSharding
 
 from .._model import GroupState, Resize
 from .._world import Deadline
-from ..exceptions import WorkerFailure, WorkerFailureError, WorkerGroupError
+from ..exceptions import WorkerFailure, WorkerFailureError
 from .core import CLUSTER_GONE, Core
 from .losses import CAUSE_S, find_lost
 
@@ -26,7 +25,7 @@ class Plan:
     replaced: tuple[int, ...] = ()  # ranks whose old process ends before the constructor of the new one runs
     moved: tuple[int, ...] = ()  # the replaced ranks that start in other slots
     slots: Sequence[Slot] | None = None  # of ranks that the group has not had; None for free ones of the cluster
-    counted: frozenset[int] = frozenset()  # the ranks for which this counts as a restart
+    counts: bool = False  # whether it counts as a restart of the ranks that it starts again
     quiet: tuple[int, ...] = ()  # living ranks whose calls have to end first
     closes: bool = False  # whether calls wait from the beginning, and not only while the epoch begins
     follows: bool = False  # whether every survivor has to take part: then a late one breaks the group
@@ -44,7 +43,6 @@ class Operation:
 
 
 def start() -> Operation:
-    """Return the first start of all workers."""
     return Operation(
         "The start",
         lambda now, core, until: Plan(now.sharding, new=tuple(range(len(now.members))), is_first=True),
@@ -101,7 +99,7 @@ def resize(axis: str, size: int, slots: Sequence[Slot] | None) -> Operation:
             sharding,
             new=(*stay, *range(len(members), sharding.size)),
             slots=slots,
-            counted=frozenset(stay),
+            counts=bool(stay),
             quiet=tuple(rank for rank in members[: sharding.size] if rank not in lost),
             follows=True,
             resize=Resize(now.group_epoch + 1, axis, before, size),
@@ -118,13 +116,7 @@ def _plan_restart(now: GroupState, lost: Mapping[int, WorkerFailure], core: Core
     if reason := CLUSTER_GONE if is_gone else policy.explain_limit(now, lost):
         raise WorkerFailureError(tuple(lost.values()), reason)
     ranks = everybody if policy.restarts_all else tuple(lost)
-    return Plan(
-        now.sharding,
-        replaced=ranks,
-        counted=frozenset(ranks),
-        closes=True,
-        follows=now.is_broken,
-    )
+    return Plan(now.sharding, replaced=ranks, counts=True, closes=True, follows=now.is_broken)
 
 
 def _find_lost(now: GroupState, core: Core, until: Deadline) -> dict[int, WorkerFailure]:
@@ -144,21 +136,11 @@ def check_resize(now: GroupState, sizes: Mapping[str, int], slots: Sequence[Slot
         raise TypeError(f"slots must be a sequence of slots, such as cluster.slots()[4:], got {slots!r}")
     if slots is not None and len(slots) != max(0, each * (size - before)):
         raise ValueError(
-            f"a resize from {axis}={before} to {axis}={size} needs {max(0, each * (size - before))} slots, got "
+            f"a resize from {axis}={before} to {axis}={size} needs {max(0, each * (size - before))} slot(s), got "
             f"{len(slots)}"
         )
     layout = np.arange(each * size).reshape(list({**now.sharding.shape, axis: size}.values()))
     return NamedSharding(layout, now.sharding.names)
-
-
-def check_caller(token: str) -> None:
-    """Refuse a resize from inside a worker of the group, which could not take part in it."""
-    facts = getattr(sys.modules.get("_fairlead_worker"), "facts", {})
-    if facts.get("tree", "").startswith(f"{token}-"):
-        raise WorkerGroupError(
-            "A worker cannot resize its own group, because it has to take part in that between two of its calls. "
-            "Return the wish to the driver, and call resize there."
-        )
 
 
 def check_ranks(ranks: object) -> tuple[int, ...]:
@@ -172,7 +154,6 @@ def check_ranks(ranks: object) -> tuple[int, ...]:
 
 
 def check_members(ranks: Sequence[int], now: GroupState) -> None:
-    """Refuse ranks that the group does not have."""
     if wrong := [rank for rank in ranks if not 0 <= rank < len(now.members)]:
         raise IndexError(f"rank {wrong[0]} is out of range: the group has ranks 0 to {len(now.members) - 1}")
 

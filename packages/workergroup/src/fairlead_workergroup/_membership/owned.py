@@ -1,21 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that a group has to return: its workers, slots, ports, publications and guards."""
+"""Everything that a group has to return: its workers, slots, ports and publications; and the end of the group."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 
 import ray
 
-from fairlead_placement import PlacementError
+from fairlead_placement import HeadTimeoutError, PlacementError
+from fairlead_placement.extension import choose_alive, collect, group_pairs, head_deadline, run_on_nodes, wait_until
 
 from .. import _world
 from .._model import Member
-from .._world import Deadline
-from .core import Core
-from .ends import kill_and_wait
+from .._observe.head import actors_being_made, draining_nodes
+from .._remote.process import WORKER_GRACE_S, end_trees
+from .._world import NEVER, Deadline, wait_for, wait_for_event
+from .core import Changes, Core
+from .losses import look_at_head
 
 logger = logging.getLogger(__name__)
+
+# Ray takes one to three seconds to start processes. Actors that find no room are not waited for longer than this.
+MADE_S = 5.0
+# How long the nodes wait for a worker that Ray does not end, and for children that do not end.
+GONE_S = 20.0
+# The time for the end of workers when the deadline is about to pass.
+LAST_LOOK_S = 5.0
+# How long an answer may take on its way.
+ANSWERED_S = 2.0
+# When the workers have ended, the change that is under way has nothing to wait for.
+JOIN_S = 20.0
+# Ray's head says within this time which workers are dead, before the others run their cleanup.
+HEAD_S = 10.0
 
 Key = tuple[object, ...]  # what it is, and which one of its kind
 
@@ -48,16 +68,14 @@ class Owned:
             if not self.closed:
                 self._workers[member.actor_id] = member
                 return
-        self.end([member], Deadline())
+        self.end([member], NEVER)
         raise self._core.ended_error()
 
     def keys(self, kind: str) -> list[Key]:
-        """Return what is held of a kind."""
         with self._lock:
             return [key for key in self._releases if key[0] == kind]
 
     def holds(self, key: Key) -> bool:
-        """Return whether something is held."""
         return key in self._releases
 
     def drop(self, keys: Iterable[Key]) -> None:
@@ -105,9 +123,8 @@ class Owned:
         if not self.keys("slot") or not self._core.connected:
             return ""
         return (
-            f"The worker group {self._core.name_prefix!r} was dropped without shutdown(). Its "
-            f"{len(self._workers)} worker(s) are ended in the background. Use the group in a with statement, or call "
-            "shutdown()."
+            f"The worker group {self._core.name_prefix!r} was dropped without shutdown(). Its workers are ended in the "
+            "background. Use the group in a with statement, or call shutdown()."
         )
 
     def _end_all(self, workers: Collection[Member], until: Deadline) -> None:
@@ -130,3 +147,179 @@ class Owned:
         if self._core.connected:
             logger.warning("Cannot %s: %s", what, error)
             self._succeeded = False
+
+
+class Shutdown:
+    """End a group once, on the thread of the first caller; the others wait for that."""
+
+    def __init__(self, core: Core, changes: Changes, owned: Owned) -> None:
+        self._core = core
+        self._changes = changes
+        self._owned = owned
+        self._turn = deque([True])  # of the one thread that ends the group
+        self._thread: int | None = None
+        # Set when no cleanup is waited for any more, and when everything has ended.
+        self._is_forced = threading.Event()
+        self._ended = _world.current.event()
+        self._succeeded = False
+
+    def run(self, cleanup_method: str | None, timeout: float | None, *, force: bool) -> bool:
+        """End the group; see `RayWorkerGroup.shutdown`. It takes no lock that a signal handler's thread may hold."""
+        until, me, clean = Deadline.after(timeout), _world.current.thread(), False
+        self._core.ending = True
+        if force:
+            self._is_forced.set()
+        try:
+            self._turn.pop()
+        except IndexError:
+            if self._thread != me:  # otherwise a signal handler came into the end of the group
+                if not wait_for_event(self._ended, until):
+                    self._is_forced.set()
+                self._ended.wait()
+            return self._succeeded
+        self._thread = me
+        try:
+            self._core.refuse_waiting()
+            clean = cleanup_method is None or force or self._clean_up(cleanup_method, until)
+        finally:
+            try:
+                self._end(until, clean=clean)
+            finally:
+                self._ended.set()
+        return self._succeeded
+
+    def _end(self, until: Deadline, *, clean: bool) -> None:
+        is_returned = False
+        try:
+            self._core.end()
+            self._core.refuse_waiting()
+        finally:
+            try:
+                is_returned = self._owned.close(until)
+            except BaseException:  # Ctrl-C, perhaps before anything was taken out of the tables
+                self._owned.close(until)
+                raise
+            finally:
+                self._succeeded = self._changes.join(Deadline.after(JOIN_S)) and clean and is_returned
+
+    def _clean_up(self, cleanup_method: str, until: Deadline) -> bool:
+        """Run the user's method on the living workers; return whether all went well."""
+        core = self._core
+        if not core.handles or not core.connected:
+            return True
+        # A change that is under way gives up at its next step. Until then it may end a worker under its cleanup.
+        self._changes.join(until.sooner(Deadline.after(JOIN_S)))
+        living = {member for member in core.now.members if member.lost is None}
+        try:
+            # The cleanup has half of the time if the head is silent.
+            with head_deadline((until.left(at_most=2 * HEAD_S) or 0.0) / 2):
+                living -= look_at_head(living).keys()
+        except HeadTimeoutError:
+            pass
+        began = _world.current.now()
+        how = {"method": cleanup_method, "silent": True}
+        calls = {member.rank: member.handle._fairlead_call.remote(how) for member in living}
+        errors, late = wait_for(calls, until, self._is_forced.is_set, patient=True)
+        for rank, error in errors.items():
+            logger.warning("The cleanup %r of rank %d failed: %s", cleanup_method, rank, error)
+        if late:
+            took = _world.current.now() - began
+            logger.warning("The cleanup %r did not end within %.3g s on ranks %s.", cleanup_method, took, late)
+        return not errors and not late
+
+
+def kill_and_wait(workers: Collection[Member], until: Deadline) -> list[str]:
+    """End workers and all that they have started; log and return descriptions of what is left.
+
+    Rank 0 has the store of torch.distributed, so it is ended when the processes of the others are gone. If Ray's head
+    does not answer, functions on the nodes end the processes. It takes less time than is left, because other things are
+    returned after it, but `LAST_LOOK_S` in any case.
+    """
+    deadline = time.monotonic() + max(LAST_LOOK_S, 0.8 * (until.left(at_most=2 * GONE_S) or 0.0))
+    others = [worker for worker in sorted(workers, key=lambda worker: -worker.rank) if worker.rank]
+    first = [worker for worker in workers if not worker.rank]
+    by_ray = True
+    try:
+        try:
+            by_ray = _wait_until_created(workers, deadline)
+        finally:  # also after a second Ctrl-C
+            for worker in others:
+                ray.kill(worker.handle)
+        left = _wait(others, deadline, by_ray=by_ray)
+    finally:
+        for worker in first:
+            ray.kill(worker.handle)
+    left += _wait(first, deadline, by_ray=by_ray)
+    if not by_ray:
+        left.append(f"{len(workers)} worker(s) whose end Ray's head has not confirmed, because it does not answer")
+    if left:
+        logger.warning("Still alive after the end of workers: %s.", "; ".join(left))
+    return left
+
+
+def _wait(workers: Sequence[Member], until: float, *, by_ray: bool) -> list[str]:
+    """Wait for the end of killed workers, end their processes, and return descriptions of those still alive."""
+    now = time.monotonic()
+    if not by_ray:
+        return _end_trees(workers, min(until, now + LAST_LOOK_S), grace_s=0.0)
+    # A dead actor answers this at once with an error; nothing answers after a kill except that.
+    deadline = min(until, now + GONE_S)
+    sends = {number: worker.handle.__ray_ready__.remote for number, worker in enumerate(workers)}
+    answers = collect(sends, max(0.1, deadline - now))
+    alive = [error for _, error in answers.values() if isinstance(error, ray.exceptions.GetTimeoutError)]
+    left = _end_trees(workers, deadline, grace_s=WORKER_GRACE_S)
+    return left if left or not alive else [f"{len(alive)} worker(s) that Ray has not ended within {GONE_S:g} s"]
+
+
+def _wait_until_created(workers: Collection[Member], until: float) -> bool:
+    """Wait a moment for actors that Ray has not created yet; return whether Ray's head answers.
+
+    If an actor is killed after Ray has leased a process for it and before it is created there, Ray (2.60) leaves the
+    process behind. That process holds the slot, and the next worker in the slot waits for ever.
+    """
+    ours = {worker.actor_id for worker in workers}
+    within_s = min(MADE_S, max(0.1, until - time.monotonic()))
+    try:
+        with head_deadline(within_s):
+            wait_until(lambda: not ours & actors_being_made(), time.monotonic() + within_s, longest_s=0.5)
+    except HeadTimeoutError as error:
+        logger.warning("Workers are ended without Ray's head: %s", error)
+        return False
+    return True
+
+
+def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) -> list[str]:
+    """End the processes of workers on all nodes at once; return descriptions of those alive at the deadline."""
+    by_node, pause, left = group_pairs((worker.node_id, worker) for worker in workers), 0.1, list[str]()
+    while by_node:
+        within_s = max(0.5, deadline - time.monotonic())
+        asks = {
+            node_id: (
+                [worker.key for worker in by_node[node_id] if worker.pid],
+                [worker.mark for worker in by_node[node_id]],
+                max(0.1, within_s - ANSWERED_S),
+                grace_s,
+            )
+            for node_id in choose_alive(by_node)
+        }
+        silent: dict[str, Exception] = {}
+        for node_id, answer in run_on_nodes(end_trees, asks, timeout_s=within_s).items():
+            if isinstance(answer, Exception):
+                silent[node_id] = answer
+            else:
+                left += [f"pid {pid} on node {node_id[:8]}" for pid, _ in answer]
+        draining = frozenset[str]()
+        if silent:
+            with contextlib.suppress(HeadTimeoutError), head_deadline(LAST_LOOK_S):
+                draining = draining_nodes()
+        # Ray starts no task on a node that drains, and the node ends by itself.
+        for node_id in silent.keys() & draining:
+            text = "Cannot look for processes of workers on node %s, which drains; they end with it at the latest: %s"
+            logger.warning(text, node_id[:8], silent.pop(node_id))
+        # A node that does not answer may be about to go.
+        if left or not silent or time.monotonic() >= deadline:
+            return left + [f"workers on node {node[:8]}, which does not answer: {why}" for node, why in silent.items()]
+        by_node = {node_id: by_node[node_id] for node_id in silent}
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    return left

@@ -2,42 +2,66 @@
 """The workers of a group: their plans, ports, starts and ends, for the first start and for each change."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+import os
+import queue
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fairlead_placement import (
-    PortLease,
-    PortUnavailableError,
-    RayVirtualCluster,
-    Slot,
-    lease_ports,
-)
-from fairlead_placement.extension import actor_id_of, group_pairs, head_deadline
+import ray
+from ray import ObjectRef
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fairlead_placement import PortLease, PortUnavailableError, RayVirtualCluster, Slot, lease_ports
+from fairlead_placement.extension import actor_id_of, ask_head, group_pairs, head_deadline, run_each
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from .._arguments import Arguments, NotPicklableError
 from .._model import GroupState, Member, Place, configure_ask
 from .._observe.board import ANSWER_S, Publication, actor_name
+from .._observe.progress_bar import Bar
 from .._observe.query import look_at_starts
 from .._remote.process import mark_of
-from .._start.builder import RayWorkerBuilder
-from .._start.environment import EnvVars, check_env_vars, prepare_python, start_variables, variables_at
-from .._start.launch import WorkerPlan, create_actors, plan_workers, wait_started
-from .._start.layout import resize_places
-from .._start.options import WorkerOptions, device_facts, read_master_ports, recursive_merge_options
-from .._start.worker_class import Described, WorkerClass, describe_class
+from .._start.environment import (
+    RANK_VARIABLES,
+    EnvVars,
+    WorkerEnvironment,
+    WorkerOptions,
+    WorkerPython,
+    actor_options,
+    check_env_vars,
+    device_facts,
+    forwarded_variables,
+    prepare_python,
+    read_master_ports,
+    recursive_merge_options,
+    start_variables,
+    variables_at,
+    worker_environment,
+)
+from .._start.worker_class import Described, RayWorkerBuilder, WorkerClass, describe_class
 from .._world import Deadline
+from ..exceptions import WorkerFailure
 from .core import Core
-from .losses import find_losses
+from .losses import SHOWN, find_losses, late_error, start_error
 from .operations import Plan
 from .owned import Owned
-from .slots import Slots
+from .places import Slots, resize_places
 
 # An agent that is late releases the port later, so nobody has to wait longer.
 RELEASE_S = 1.0
 PORT = "port of an earlier epoch"  # what it is when it is released while the group lives
+# How many actors are requested at a time. Ray's head acknowledges each request for a named actor before the next one of
+# the same thread is sent, so that a large group neither waits for every round trip nor floods the head.
+WINDOW = 16
+# How often the progress bar moves.
+SHOWN_EVERY_S = 0.1
+# How many ranks it is given; it names 8.
+NAMED = 9
 
 
 @dataclass(frozen=True)
@@ -57,6 +81,17 @@ class GroupSpec:
     hooks: Collection[str] = ()  # the methods of the class that changes of the group call
 
 
+@dataclass(frozen=True)
+class WorkerPlan:
+    """Everything that one worker is started from."""
+
+    place: Place
+    options: Mapping[str, Any]
+    environment: WorkerEnvironment
+    init_kwargs: Mapping[str, Any]
+    of_rank: frozenset[str]  # the names of its variables that a change of the group may change
+
+
 @dataclass
 class Staged:
     """An epoch, with what has been acquired for it."""
@@ -67,7 +102,6 @@ class Staged:
     lease: PortLease | None  # of the master port; None until the actors of the first start have been requested
 
     def variables(self) -> tuple[Mapping[str, str], ...]:
-        """Return the environment variables that describe each rank."""
         assert self.lease is not None
         return tuple(
             {
@@ -118,7 +152,8 @@ class Provisioner(Described):
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         builder = RayWorkerBuilder(self.spec.builder.worker).with_methods(*self.spec.builder.methods)
         self.spec = dataclasses.replace(self.spec, builder=builder)
-        self._publication = Publication(self._core.name_prefix, self.spec.token, described.to_dict())
+        self.owned.own(("arguments",), self._forget_arguments)
+        self._publication = Publication(self._core.name_prefix, self.spec.token, described.plain)
         self.owned.own(("publication",), self._publication.withdraw)
         members = tuple(self._next_member(place, 0, 0) for place in places)
         return Staged(dataclasses.replace(before, members=members), described, workers, lease)
@@ -146,8 +181,7 @@ class Provisioner(Described):
                 members.append(dataclasses.replace(before.members[place.rank], place=place))
             elif place.rank < len(before.members):
                 old = before.members[place.rank]
-                counts = old.restarts + (place.rank in plan.counted)
-                members.append(self._next_member(place, old.incarnation + 1, counts))
+                members.append(self._next_member(place, old.incarnation + 1, old.restarts + plan.counts))
             else:
                 gone = before.departed.get(place.rank)
                 members.append(self._next_member(place, 0 if gone is None else gone.incarnation + 1, 0))
@@ -188,7 +222,6 @@ class Provisioner(Described):
                 self._publication.await_handles(ANSWER_S)
 
     def commit(self, staged: Staged) -> None:
-        """Use what was staged from now on."""
         self._now, self.worker_class = staged, staged.worker_class
 
     def settle(self, until: Deadline) -> None:
@@ -200,22 +233,10 @@ class Provisioner(Described):
             used = None if self._now is None else id(self._now.lease)
             self.owned.drop(key for key in self.owned.keys(PORT) if key[1] != used)
 
-    def release_arguments(self) -> None:
-        """Release the stored arguments, because nothing is started any more."""
+    def _forget_arguments(self) -> None:
         self._arguments = None
 
-    def layout(self) -> Any:
-        """Return the axes over the ranks as plain data, or a reference to them."""
-        return self._stored.layout_of(self._core.now.sharding)
-
-    @property
-    def _stored(self) -> "_StoredArguments":
-        if self._arguments is None:
-            raise self._core.ended_error()
-        return self._arguments
-
     def _next_member(self, place: Place, incarnation: int, restarts: int) -> Member:
-        """Return a worker that is about to start."""
         name, mark = actor_name(place, self.spec.token, incarnation), mark_of(self.spec.token, place.rank)
         return Member(place, incarnation, restarts, actor_name=name, mark=mark, node_id=place.slot.node_id)
 
@@ -241,12 +262,14 @@ class Provisioner(Described):
 
     def _construct(self, staged: Staged, members: Mapping[int, Member], until: Deadline) -> dict[int, Member]:
         """Send the facts and the constructor's arguments to new actors, and wait until they have started."""
-        spec, arguments = self.spec, self._stored
+        spec, arguments = self.spec, self._arguments
+        if arguments is None:
+            raise self._core.ended_error()
         configured = Arguments()
         shared = {
             "communication_backend": getattr(spec.cluster, "communication_backend", None),
             "gradient_compression": spec.compression,
-            "layout": arguments.layout_of(staged.state.sharding),
+            "layout": store_layout(staged.state.sharding),
         }
         state = dataclasses.replace(staged.state, variables=staged.variables())
         slots_on = group_pairs((worker.place.slot.node_id, worker.place.slot) for worker in staged.workers)
@@ -272,7 +295,6 @@ class Provisioner(Described):
             name=self._core.name_prefix,
             until=until,
             check=self._core.check_goes_on,
-            look=look_at_starts,
             explain=lambda member, error: find_losses(self._core, {member: error}).get(member),
         )
         started = {}
@@ -283,7 +305,6 @@ class Provisioner(Described):
         return started
 
     def _lease_port(self, slot: Slot, until: Deadline) -> PortLease:
-        """Lease a master port on the node of a slot."""
         ports = self._master_ports or self._ports
         bounds: dict[str, Any] = {} if ports is None else {"low": ports[0], "high": ports[1]}
         try:
@@ -299,27 +320,149 @@ class Provisioner(Described):
         return lease
 
 
+def store_layout(sharding: NamedSharding) -> Any:
+    """Return axes over ranks as plain data; or a reference to them if they grow with the group."""
+    layout = sharding.to_dict()
+    return Arguments().prepare(layout) if "ranks" in layout else layout
+
+
 class _StoredArguments:
-    """The constructor's arguments and the facts about all workers, stored once for as long as the group lives."""
+    """The constructor's arguments, stored once for as long as the group lives."""
 
     def __init__(self, builder: RayWorkerBuilder, described: WorkerClass) -> None:
         self._stored = Arguments()
         self.target = self._stored.prepare(described.target)  # the full name of the class, or its pickled bytes
         self.args = [self._prepare(described, number, value) for number, value in enumerate(builder.args)]
         self.kwargs = {name: self._prepare(described, name, value) for name, value in builder.kwargs.items()}
-        self._layout: tuple[NamedSharding, Any] | None = None
-
-    def layout_of(self, sharding: NamedSharding) -> Any:
-        """Return axes over ranks as plain data, or a reference to them; the latest ones are kept."""
-        if self._layout is None or self._layout[0] is not sharding:
-            layout: Any = sharding.to_dict()
-            if "ranks" in layout:  # it grows with the group, so it is stored and not sent to each worker
-                layout = Arguments().prepare(layout)
-            self._layout = sharding, layout
-        return self._layout[1]
 
     def _prepare(self, described: WorkerClass, name: object, value: Any) -> Any:
         try:
             return self._stored.prepare(value)
         except NotPicklableError as error:
             raise TypeError(f"argument {name!r} of the constructor of {described.name!r}: {error}") from None
+
+
+# The steps of a start.
+
+
+def plan_workers(
+    places: Sequence[Place],
+    described: WorkerClass,
+    *,
+    env_vars: EnvVars,
+    python: WorkerPython,
+) -> list[WorkerPlan]:
+    """Return the options and the environment of every worker. Pure, except that it reads the driver's environment."""
+    forwarded = forwarded_variables(os.environ)
+    class_env = dict(described.options.get("runtime_env") or {})
+    of_class = {**class_env.pop("env_vars", {}), **python.variables}
+    shared = {**class_env, **python.runtime_env}
+    plans = []
+    given = [variables_at(env_vars, place) for place in places]
+    # A worker that moves would keep a variable that its next place has no value for.
+    if some := {name for variables in given for name in variables.keys() ^ given[0].keys()}:
+        raise ValueError(f"env_vars must return the same names for all places; {sorted(some)} are there for some only")
+    for place, of_user in zip(places, given, strict=True):
+        resources, configured_env, init_kwargs, overrides = described.configuration(place.rank)
+        environment = worker_environment(
+            driver=forwarded,
+            of_class=of_class,
+            of_slot=place.slot.env,
+            of_user=of_user,
+            of_rank={  # without MASTER_PORT, which is leased while the actors start
+                "RANK": str(place.rank),
+                "WORLD_SIZE": str(len(places)),
+                "NODE_RANK": str(place.node_rank),
+                "LOCAL_RANK": str(place.local_rank),
+                "LOCAL_WORLD_SIZE": str(place.local_world_size),
+                "MASTER_ADDR": places[0].slot.node_ip,
+            },
+            configured={**overrides.get("env_vars", {}), **configured_env},
+        )
+        runtime_env = recursive_merge_options(shared, {n: v for n, v in overrides.items() if n != "env_vars"})
+        if environment.loader_variables:
+            runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **environment.loader_variables}
+        options = actor_options(
+            place.slot,
+            of_class=described.options,
+            resources=resources,
+            runtime_env=runtime_env,
+            concurrent=described.concurrent,
+        )
+        of_rank = frozenset((*RANK_VARIABLES, *of_user)) if callable(env_vars) else frozenset(RANK_VARIABLES)
+        plans.append(WorkerPlan(place, options, environment, init_kwargs, of_rank))
+    return plans
+
+
+def create_actors(
+    plans: Sequence[WorkerPlan], described: WorkerClass, names: Sequence[str], add: Callable[[WorkerPlan, Any], None]
+) -> None:
+    """Create the named actors of workers, `WINDOW` at a time; call `add` with each handle, on any thread."""
+
+    def create(request: tuple[WorkerPlan, str]) -> None:
+        plan, name = request
+        actor_class = described.actor_class.options(
+            **plan.options,
+            name=name,
+            # The group restarts workers itself: Ray's restarts hang in RESTARTING once a placement group is gone.
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                plan.place.slot.placement_group, plan.place.slot.bundle_index, placement_group_capture_child_tasks=True
+            ),
+        )
+        add(plan, ask_head("create a worker", actor_class.remote, undo=ray.kill))
+
+    first, *others = zip(plans, names, strict=True)
+    create(first)  # this exports the class, which has to happen once
+    requested = run_each(create, others, WINDOW)
+    try:
+        for future in requested:
+            future.result()
+    finally:
+        for future in requested:
+            future.cancel()
+        wait(requested)
+
+
+def wait_started(
+    started: Sequence[ObjectRef],
+    members: Sequence[Member],
+    *,
+    name: str,
+    until: Deadline,
+    check: Callable[[], None],
+    explain: Callable[[Member, BaseException], WorkerFailure | None] = lambda member, error: None,
+) -> dict[int, dict[str, Any]]:
+    """Wait until all constructors have finished; return what each worker reports, by rank.
+
+    `explain` returns the loss of a worker, if that is what an error means.
+    """
+    answers: dict[int, dict[str, Any]] = {}
+    began = time.monotonic()  # which fairlead-inspect reads from outside, with `name`
+    pending = {member.rank: member for member in members}
+    # Each answer comes once, in the order of arrival: the first failure is the cause of others that soon follow. A
+    # `ray.wait` would be given all pending references again for each answer.
+    arrived: queue.SimpleQueue[tuple[int, Future[dict[str, Any]]]] = queue.SimpleQueue()
+    for rank, ref in zip(pending, started, strict=True):
+        ref.future().add_done_callback(lambda answer, rank=rank: arrived.put((rank, answer)))
+    with Bar(f"Starting {name}: process, import, constructor", len(started)) as bar:
+        shown_at = began
+        while pending:
+            try:
+                rank, answer = arrived.get(timeout=until.left(at_most=SHOWN_EVERY_S))
+            except queue.Empty:
+                check()
+                if until.passed:
+                    slow = list(pending.values())
+                    raise late_error(slow, look_at_starts(slow[:SHOWN]), len(started), until.limit_s or 0.0) from None
+            else:
+                member = pending.pop(rank)
+                if (error := answer.exception()) is not None:
+                    # The text has the traceback in the worker.
+                    raise start_error(error, member, len(answers), list(pending), explain(member, error)) from None
+                answers[rank] = answer.result()
+            if (now := time.monotonic()) - shown_at >= SHOWN_EVERY_S:
+                shown_at = now
+                bar.show(len(answers), waiting_for=list(itertools.islice(pending, NAMED)))
+    return answers

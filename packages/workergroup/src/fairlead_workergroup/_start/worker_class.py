@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The user's class as the driver knows it, even if it cannot import it, and functions in place of its methods."""
 
+import copy
 import functools
 import inspect
 import os
@@ -8,17 +9,25 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorClass
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from .._arguments import find_unpicklable
+from .._arguments import Arguments, find_unpicklable
+from .._observe.head import read_placement_group
 from .._observe.remote_errors import explain_missing_module, remote_traceback
 from .._remote.describe import describe, kind_of, undecorate
 from .._remote.host import host_class
 from ..exceptions import WorkerStartError
+from .environment import check_concurrency, recursive_merge_options, worker_environment
+
+START_S = 600.0
+
+ClassLike: TypeAlias = str | type[Any] | ActorClass[Any]
 
 
 @dataclass(frozen=True)
@@ -68,15 +77,11 @@ class WorkerClass:
     concurrent: bool = False  # whether its async methods overlap
     cls: type | None = None
     full_names: Mapping[str, str] = field(default_factory=dict)  # `module.Class.method` of each method's function
-    plain: Mapping[str, Any] = field(default_factory=dict)  # what `to_dict` returns
-
-    def to_dict(self) -> Mapping[str, Any]:
-        """Return what a process without the class needs to call its methods, as plain data."""
-        return self.plain
+    plain: Mapping[str, Any] = field(default_factory=dict)  # what a process without the class needs to call its methods
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "WorkerClass":
-        """Return the class that `to_dict` has described."""
+        """Return the class that has been described as `plain` data."""
         return cls(
             data["target"],
             data["class"],
@@ -89,23 +94,17 @@ class WorkerClass:
             plain=data,
         )
 
-    def configuration(self, rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
+    def configuration(self, rank: int) -> tuple[dict[str, Any], ...]:
         """Return (resources, env_vars, init_kwargs, runtime_env overrides) for a worker, which are empty by default."""
         configuration = () if self.configurations is None else self.configurations[rank]
-        resources, env_vars, init_kwargs, overrides = (*configuration, {}, {}, {}, {})[:4]
-        return resources, env_vars, init_kwargs, overrides
-
-    @cached_property
-    def host(self) -> type:
-        """The generated class that hosts it."""
-        kinds = {method.name: method.kind for method in self.methods.values()}
-        limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
-        return host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits)
+        return (*configuration, {}, {}, {}, {})[:4]
 
     @cached_property
     def actor_class(self) -> Any:
-        """That class as a Ray actor class."""
-        return ray.remote(self.host)
+        """The generated class that hosts it, as a Ray actor class."""
+        kinds = {method.name: method.kind for method in self.methods.values()}
+        limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
+        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits))
 
     def find(self, method: "str | Callable[..., Any] | Method") -> Method:
         """Return what `method` does; a `Method` is returned as it is."""
@@ -134,15 +133,18 @@ class WorkerClass:
         if self.cls is not None:
             return next((name for name in self.methods if _unbound(getattr(self.cls, name)) is own), None)
         # The driver may have another copy of the class, or none, so compare where the methods are defined.
-        full_name = full_function_name(own)
-        return next((name for name in self.methods if full_name and self.full_names[name] == full_name), None)
+        full_name = f"{getattr(own, '__module__', '')}.{getattr(own, '__qualname__', '<none>')}"
+        is_named = "<" not in full_name
+        return next((name for name in self.methods if is_named and self.full_names[name] == full_name), None)
 
     def _replacement(self, function: Any) -> Method:
         if not callable(function) or isinstance(function, type):
             raise TypeError(
                 f"call takes a method's name, a method of the class, or a function f(worker, ...), got {function!r}"
             )
-        name, kind, signature = function_name(function), function_kind(function), signature_without_worker(function)
+        is_function = inspect.isroutine(function) or isinstance(function, functools.partial)
+        name, kind = function_name(function), kind_of(function if is_function else type(function).__call__)
+        signature = signature_without_worker(function)
         if "generator" in kind:
             raise TypeError(
                 f"{name!r} is a generator function, and only methods stream: make it a generator method of the class, "
@@ -208,9 +210,8 @@ def describe_class(
             answer = ray.get(ref, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             ray.cancel(ref, force=True)
-            raise WorkerStartError(
-                f"The import of {worker!r} on node {node_id[:8]} took more than {timeout_s:g} s (Timeouts.start_s)."
-            ) from error
+            reason = f"The import of {worker!r} on node {node_id[:8]} took more than {timeout_s:g} s (start_s)."
+            raise WorkerStartError(reason) from error
         except ray.exceptions.RayTaskError as error:
             reason = explain_missing_module(error.cause) or error.cause
             raise WorkerStartError(
@@ -245,6 +246,145 @@ def describe_class(
     )
 
 
+class RayWorkerBuilder:
+    """A worker class and the arguments of its constructor, for a group or for one worker at a time.
+
+    Args:
+        ray_actor_class_fqn: the full name of a class (then only the workers import it), a class, or a `@ray.remote`
+            class. A class that workers cannot import, from `__main__` or a notebook, is shipped by value.
+        args: positional arguments of its constructor.
+        kwargs: keyword arguments of its constructor.
+
+    Raises:
+        TypeError, ValueError: the argument is neither a class nor the name of one.
+
+    Attributes:
+        worker: the class as it was given.
+        methods: the names that `with_methods` has added.
+
+    >>> RayWorkerBuilder("collections.Counter", "abc").ray_actor_class_fqn
+    'collections.Counter'
+    """
+
+    def __init__(self, ray_actor_class_fqn: ClassLike, *args: Any, **kwargs: Any) -> None:
+        self.ray_actor_class_fqn: str = full_name(ray_actor_class_fqn)
+        self.worker: ClassLike = ray_actor_class_fqn
+        self.args = args
+        self.kwargs = kwargs
+        self.methods: tuple[str, ...] = ()
+
+    def with_methods(self, *names: str) -> "RayWorkerBuilder":
+        """Return a builder of the same worker with more methods, whose names begin with an underscore.
+
+        Args:
+            names: the methods of the class that can be called beside its public ones.
+        """
+        for name in names:
+            if not name.startswith("_") or name.startswith(("__", "_fairlead_")):
+                raise ValueError(f"with_methods names methods with one leading underscore, got {name!r}")
+        builder = copy.copy(self)
+        builder.methods = (*self.methods, *names)
+        return builder
+
+    def __repr__(self) -> str:
+        return f"RayWorkerBuilder({self.ray_actor_class_fqn!r})"
+
+    def create_worker_async(
+        self,
+        placement_group: PlacementGroup,
+        placement_group_bundle_index: int,
+        num_gpus: float,
+        bundle_indices: tuple[int, Sequence[int]] | None = None,
+        **extra_options: Any,
+    ) -> tuple[ObjectRef[Any], Any]:
+        """Start one worker in a bundle, outside any group.
+
+        Args:
+            placement_group: a group that Ray has placed.
+            placement_group_bundle_index: the bundle.
+            num_gpus: the worker's share of the bundle's GPUs, which `configure_worker` can override.
+            bundle_indices: passed to `configure_worker`.
+            extra_options: Ray options, merged over those of the class.
+
+        Returns:
+            A ref of the worker's handle, which is ready when its constructor has finished, or holds the error of
+            that; and the handle at once. It has the class's own methods.
+
+        Raises:
+            TypeError, ValueError: a worker cannot have this class or these options.
+            WorkerStartError: the class cannot be inspected on its node.
+        """
+        node_ids = read_placement_group(placement_group)["bundles_to_node_id"]
+        node_id = node_ids[placement_group_bundle_index]
+        ask = {
+            "num_gpus": num_gpus,
+            "bundle_indices": bundle_indices,
+            "num_gpus_per_node": sum(other == node_id for other in node_ids.values()),
+        }
+        described = describe_class(
+            self.worker,
+            self.methods,
+            asks=[ask],
+            node_id=node_id,
+            runtime_env=extra_options.get("runtime_env"),
+            timeout_s=START_S,
+        )
+        resources, env_vars, init_kwargs, overrides = described.configuration(0)
+        own = {"num_gpus": num_gpus, **resources, **({"runtime_env": overrides} if overrides else {})}
+        options = recursive_merge_options(recursive_merge_options(described.options, own), extra_options)
+        check_concurrency(options, concurrent=False)
+        environment = worker_environment(configured=env_vars)
+        if loader := dict(environment.loader_variables):
+            options = recursive_merge_options(options, {"runtime_env": {"env_vars": loader}})
+        options.setdefault("num_cpus", 1)
+        handle = described.actor_class.options(
+            **options,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group, placement_group_bundle_index, placement_group_capture_child_tasks=True
+            ),
+        ).remote()
+        arguments = Arguments()
+        facts = {"env": dict(environment.variables), "path": list(environment.path)}
+        ready = handle._fairlead_start.remote(
+            facts,
+            [arguments.prepare(described.target)],
+            [arguments.prepare(value) for value in self.args],
+            {name: arguments.prepare(value) for name, value in {**self.kwargs, **init_kwargs}.items()},
+        )
+        return handle._fairlead_give.remote(handle, ready), handle
+
+    def __call__(
+        self,
+        placement_group: PlacementGroup,
+        placement_group_bundle_index: int,
+        num_gpus: float,
+        bundle_indices: tuple[int, Sequence[int]] | None = None,
+        **extra_options: Any,
+    ) -> Any:
+        """Start one worker as `create_worker_async` does, and wait for its constructor.
+
+        Returns:
+            The actor handle.
+
+        Raises:
+            TypeError, ValueError: as `create_worker_async` does.
+            WorkerStartError: as `create_worker_async` does; or the constructor has not finished within 600 s, and the
+                worker has been killed.
+            Exception: the constructor's own exception.
+        """
+        ready, handle = self.create_worker_async(
+            placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options
+        )
+        if not ray.wait([ready], timeout=START_S)[0]:
+            ray.kill(handle)
+            raise WorkerStartError(
+                f"the constructor of {self.ray_actor_class_fqn} has not finished after {START_S:g} s: it takes longer, "
+                f"or bundle {placement_group_bundle_index} has no room (see `ray.util.placement_group_table()`)"
+            )
+        ray.get(ready)
+        return handle
+
+
 def _unbound(function: Any) -> Any:
     """Return the function of a class method that was looked up on its class."""
     return function.__func__ if isinstance(getattr(function, "__self__", None), type) else function
@@ -263,7 +403,7 @@ def _without_ray(function: Any) -> Any:
 
 
 class _Default:
-    """Stand for the default of a parameter, which the driver does not know."""
+    """Stands for the default of a parameter, which the driver does not know."""
 
     def __repr__(self) -> str:
         return "..."
@@ -291,18 +431,6 @@ def function_name(function: Callable[..., Any]) -> str:
     if code is not None and name.endswith("<lambda>"):
         name = f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
     return name
-
-
-def full_function_name(function: Any) -> str:
-    """Return `module.Class.method` of a function; "" if it has no such name."""
-    name = getattr(function, "__qualname__", "")
-    return "" if not name or "<" in name else f"{getattr(function, '__module__', '')}.{name}"
-
-
-def function_kind(function: Callable[..., Any]) -> str:
-    """Return the kind of a function: plain, generator, async or async_generator."""
-    is_function = inspect.isroutine(function) or isinstance(function, functools.partial)
-    return kind_of(function if is_function else type(function).__call__)
 
 
 def signature_without_worker(function: Callable[..., Any]) -> inspect.Signature | None:
