@@ -26,7 +26,7 @@ class Worker:
     def train(self, model: Any, optimizer: Any) -> None:
         wg_torch.init_process_group("gloo", timeout_s=60)
         wrapped = wg_torch.wrap_ddp(model, compression="bf16", group=wg_torch.axis_group("dp"))
-        wg_torch.broadcast_state(wrapped, optimizer, source=0)
+        wg_torch.broadcast_state(wrapped, optimizer)
         wg_torch.destroy()
 
 

@@ -215,7 +215,8 @@ def _look_at_nodes(members: Iterable[Member], within_s: float) -> Losses:
     """Return the workers whose processes have ended, from one request to each node; Ray may not know that yet."""
     started = [member for member in members if member.pid]
     ended = ask_nodes(started, find_ended, within_s=within_s, asks_head=False)
-    return {one: one.failure("killed", NOT_NOTICED) for one, has_ended in zip(started, ended, strict=True) if has_ended}
+    lost = (member for member, has_ended in zip(started, ended, strict=True) if has_ended)
+    return {member: member.failure("killed", NOT_NOTICED) for member in lost}
 
 
 def _ask_actors(core: Core, members: Iterable[Member], within_s: float) -> Losses:
