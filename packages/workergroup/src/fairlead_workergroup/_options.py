@@ -88,7 +88,8 @@ def read_option(name: str, value: _Option | None, kind: type[_Option]) -> _Optio
     """Return an option, and its default for None; refuse a value of another type."""
     if value is not None and not isinstance(value, kind):
         what = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
-        raise TypeError(f"{name} must be {what} or None, got {value!r}: write {name}={kind.__name__}(...)")
+        example = "on_failure=True" if kind is Restart else "..."
+        raise TypeError(f"{name} must be {what} or None, got {value!r}: write {name}={kind.__name__}({example})")
     return kind() if value is None else value
 
 
