@@ -55,7 +55,7 @@ async def call(group: wg.RayWorkerGroup, handle: wg.GroupHandle) -> None:
     assert_type(handle.call(Worker.step, [1], 0.1, collect=()).result(), float)
     assert_type(group.call(Worker.step, [1], 0.1, discard=True), wg.Call[None])
     assert_type(group.at(dp=0).with_options(timeout=60), wg.GroupView)
-    assert_type(group.at().explain("step", [1]), wg.CallExplanation)
+    assert_type(group.at().explain("step", [1]), str)
     assert_type(group.call("step").stream(timeout=1), wg.ResultStream[wg.Outcome])
     assert_type(group.map("step", range(3), strategy="least_loaded"), wg.ResultStream[Any])
     assert_type(wg.attach("policy", "10.0.0.1:6379"), wg.GroupHandle)
