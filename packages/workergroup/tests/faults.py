@@ -32,8 +32,8 @@ from fairlead_workergroup._membership import (
 )
 from fairlead_workergroup._observe import (
     board,
-    head,
     progress_bar,
+    query,
 )
 from fairlead_workergroup._remote import process, record
 from fairlead_workergroup._start import worker_class
@@ -55,7 +55,7 @@ def limit_requests_to_the_head(patch: Patch, seconds: float) -> None:
         (placement_head, "LEAST_S"),
         (placement_head, "ALIVE_S"),
         (placement_head, "HEAD_S"),
-        (head, "REQUEST_S"),
+        (query, "REQUEST_S"),
         (handle, "HEAD_S"),
         (losses, "LOOK_S"),
     ):

@@ -149,7 +149,7 @@ class PretendedRay:
     # The head and the agents of the nodes.
 
     def ask_head(self, request: str, function: Callable[..., Any], *args: Any, within_s: float = HEAD_S) -> Any:
-        """Answer a request to the head, as `_head._ask` does, by the name of the function that sends it."""
+        """Answer a request to the head, as `query._ask` does, by the name of the function that sends it."""
         self.world.wait_for(f"asks the head to {request}", lambda: not self.head.is_silent, within_s)
         if self.head.is_silent:
             raise HeadTimeoutError(f"Ray's head (GCS) did not answer a request to {request}")

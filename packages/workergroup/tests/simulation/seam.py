@@ -81,7 +81,7 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         "ray.cancel": pretended.cancel,
         "ray.is_initialized": pretended.is_initialized,
         # All requests to the head but `choose_alive`.
-        f"{ours}._observe.head._ask": pretended.ask_head,
+        f"{ours}._observe.query._ask": pretended.ask_head,
         f"{ours}._observe.query.choose_alive": pretended.choose_alive,
         f"{ours}._membership.losses.choose_alive": pretended.choose_alive,
         f"{ours}._membership.losses.collect": world.collect,

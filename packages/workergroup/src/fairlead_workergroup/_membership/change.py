@@ -14,8 +14,7 @@ from fairlead_placement.extension import head_deadline
 
 from .. import _world
 from .._model import Member
-from .._observe.head import alive_nodes
-from .._observe.query import late_workers
+from .._observe.query import alive_nodes, late_workers
 from .._ray_private import end_of
 from .._remote.setup import apply_facts, do_nothing
 from .._start.worker_class import pickle_function

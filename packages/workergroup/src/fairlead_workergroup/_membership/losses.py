@@ -18,8 +18,7 @@ from fairlead_placement.extension import choose_alive, collect, head_deadline
 from .. import _replies as replies
 from .. import _world
 from .._model import Member
-from .._observe.head import dead_actors
-from .._observe.query import WorkerLook, ask_nodes, find_killed
+from .._observe.query import WorkerLook, ask_nodes, dead_actors, find_killed
 from .._observe.remote_errors import explain_errors, explain_missing_module, remote_traceback
 from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended

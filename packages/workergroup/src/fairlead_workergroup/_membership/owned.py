@@ -16,7 +16,7 @@ from fairlead_placement.extension import choose_alive, collect, group_pairs, hea
 
 from .. import _world
 from .._model import Member
-from .._observe.head import actors_being_made, draining_nodes
+from .._observe.query import actors_being_made, draining_nodes
 from .._remote.process import WORKER_GRACE_S, end_trees
 from .._world import NEVER, Deadline, wait_for, wait_for_event
 from .core import Changes, Core

@@ -12,7 +12,7 @@ from fairlead_placement.extension import claim_slots, group_pairs, number_slots
 from fairlead_sharding import NamedSharding
 
 from .._model import Place
-from .._observe.head import alive_nodes, draining_nodes
+from .._observe.query import alive_nodes, draining_nodes
 from .._world import Deadline
 from .core import Core
 from .owned import Owned

@@ -12,7 +12,7 @@ from fairlead_placement.extension import Board, await_published, publish, read_b
 
 from .._model import GroupState, Member, Place
 from ..exceptions import WorkerGroupError
-from .head import find_boards
+from .query import find_boards
 
 # Of the published data; readers of another version leave the group out.
 SCHEMA = 4

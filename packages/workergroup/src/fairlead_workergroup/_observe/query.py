@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about workers to their nodes, one for each node."""
+"""Questions of groups to Ray's head (its GCS), and about workers to their nodes, each with a deadline.
+
+No other module reads the tables of the head. A head that does not answer within `REQUEST_S`, or the `head_deadline` of
+the caller, raises `HeadTimeoutError`.
+"""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from fairlead_placement.extension import choose_alive, group_pairs, run_on_nodes
+from fairlead_placement import extension
+from fairlead_placement.extension import Board, ask_head, choose_alive, group_pairs, head_deadline, run_on_nodes
 
+from .. import _ray_private
 from .._model import Member
 from .._remote.node import cancel_tasks, look_from_outside, read_records, read_verdicts
 from .._remote.stacks import find_innermost
@@ -18,7 +25,10 @@ from .._replies import task_of
 from ..exceptions import LateWorker
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
+# The head answers within milliseconds.
+REQUEST_S = 10.0
 # Nodes answer within a second. A caller does not wait longer than this for a node that does not.
 ANSWER_S = 10.0
 # The deadline of a caller has passed when the nodes are asked what late workers do.
@@ -37,6 +47,42 @@ class WorkerLook(NamedTuple):
 
     pid: int
     where: str
+
+
+def _ask(request: str, function: Callable[..., _T], *args: Any) -> _T:
+    with head_deadline(REQUEST_S):
+        return ask_head(request, function, *args)
+
+
+def alive_nodes() -> frozenset[str]:
+    """Return the nodes that are alive, including those that are draining."""
+    return _ask("list the nodes", extension.alive_nodes)
+
+
+def draining_nodes() -> frozenset[str]:
+    """Return the nodes that are draining."""
+    return frozenset(_ask("list the nodes that are draining", extension.drain_deadlines))
+
+
+def find_boards(job_id: str = "", owner: str = "") -> list[Board]:
+    """Return the boards on which the groups of all processes are published, or those of one process."""
+    return _ask("list the boards", extension.find_boards, job_id, owner)
+
+
+def dead_actors() -> frozenset[str]:
+    """Return the actors of this job that are dead."""
+    return _ask("list the dead actors", _ray_private.find_actors, "DEAD")
+
+
+def actors_being_made() -> frozenset[str]:
+    """Return the actors of this job that have been requested and not yet created."""
+    states = "DEPENDENCIES_UNREADY", "PENDING_CREATION"
+    return _ask("list the actors that are being created", _ray_private.find_actors, *states)
+
+
+def read_placement_group(group: PlacementGroup) -> Mapping[str, Any]:
+    """Return Ray's row of a placement group."""
+    return _ask("look at a placement group", placement_group_table, group)
 
 
 def ask_nodes(
