@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard
+from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan, make_requests
 from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._membership.places import lay_out
@@ -33,7 +34,6 @@ from fairlead_workergroup._model import GroupState, Member, RestartPolicy
 from fairlead_workergroup._start.environment import WorkerPython
 from fairlead_workergroup._start.worker_class import Method, WorkerClass
 from fairlead_workergroup._status import read_statuses
-from fairlead_workergroup._transport.arguments import Arguments
 from fairlead_workergroup._world import Deadline
 
 NODES, PER_NODE, ROUNDS = 8, 16, 2

@@ -27,13 +27,13 @@ from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_placement.extension import run_on_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
-from fairlead_workergroup._calls.plan import CallOptions, Mesh, _piece_index, make_columns, make_plan, make_requests
+from fairlead_workergroup._arguments import Arguments
+from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan, make_requests
 from fairlead_workergroup._observe import query
 from fairlead_workergroup._observe.query import ask_nodes
 from fairlead_workergroup._remote import node as _node
 from fairlead_workergroup._remote.process import start_tick
 from fairlead_workergroup._start.worker_class import Method
-from fairlead_workergroup._transport.arguments import Arguments
 
 WORKERS = 8
 
@@ -135,7 +135,6 @@ def _plan_rows() -> Iterator[Row]:
                 nonlocal mesh
                 if not again:
                     make_plan.cache_clear()
-                    _piece_index.cache_clear()
                     mesh = Mesh(NamedSharding(ranks.reshape(*axes.values()), list(axes)))  # noqa: B023
                 plan = make_plan(mesh, CallOptions(collect=("dp", "pp")))
                 batch, rate = Shard(pieces, "dp"), {"lr": 0.1}  # noqa: B023

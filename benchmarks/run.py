@@ -64,10 +64,12 @@ def machine() -> str:
     )
 
 
-def sections(text: str) -> dict[str, str]:
-    """Return the sections of an earlier run by package."""
-    parts = text.split("\n## fairlead-")[1:]
-    return {part.split("\n", 1)[0]: part.split("\n", 1)[1].strip() for part in parts}
+def read_results(text: str) -> tuple[str, dict[str, str]]:
+    """Return what the last run of all benchmarks says of its machine, and the sections by package."""
+    head, *parts = text.split("\n## fairlead-")
+    return head.strip().rpartition("\n")[2], {
+        name: body.strip() for name, _, body in (p.partition("\n") for p in parts)
+    }
 
 
 def main() -> None:
@@ -86,10 +88,13 @@ def measure() -> None:
         help="packages to measure (default: all); the sections of other packages are kept",
     )
     has_verl = importlib.util.find_spec("verl") is not None
-    chosen = parser.parse_args().packages or [name for name in MODULES if name != "peers" or has_verl]
+    asked = parser.parse_args().packages
+    chosen = asked or [name for name in MODULES if name != "peers" or has_verl]
     results = Path(__file__).with_name("RESULTS.md")
-    known = sections(results.read_text()) if results.exists() else {}
     header = machine()
+    of_all, known = read_results(results.read_text()) if results.exists() else ("", {})
+    if not asked:  # their machine stands once above all sections
+        of_all, known = header, {name: text for name, text in known.items() if name not in chosen}
     missed = []
     for name in chosen:
         rows = list(MODULES[name].rows())
@@ -99,8 +104,14 @@ def measure() -> None:
         text = table(rows)
         print(f"\n{name}\n{text}", flush=True)
         describe = getattr(MODULES[name], "describe", None)
-        known[name] = f"{header}{f', {describe()}' if describe else ''}\n\n{text}"
-        parts = ["# Measured", *HEAD, *(f"## fairlead-{one}\n\n{known[one]}" for one in MODULES if one in known)]
+        own = ", ".join([*([header] if asked else []), *([describe()] if describe else [])])
+        known[name] = f"{own}\n\n{text}".strip()
+        parts = [
+            "# Measured",
+            *HEAD,
+            of_all,
+            *(f"## fairlead-{key}\n\n{known[key]}" for key in MODULES if key in known),
+        ]
         results.write_text("\n\n".join(parts) + "\n")
     if missed:
         sys.exit("\n".join(["Some rows missed their bounds:", *missed]))

@@ -26,7 +26,7 @@ class Worker:
     def train(self, model: Any, optimizer: Any) -> None:
         wg_torch.init_process_group("gloo", timeout_s=60)
         wrapped = wg_torch.wrap_ddp(model, compression="bf16", group=wg_torch.axis_group("dp"))
-        wg_torch.broadcast_state(wrapped, optimizer, source=0)
+        wg_torch.broadcast_state(wrapped, optimizer)
         wg_torch.destroy()
 
 
@@ -55,7 +55,7 @@ async def call(group: wg.RayWorkerGroup, handle: wg.GroupHandle) -> None:
     assert_type(handle.call(Worker.step, [1], 0.1, collect=()).result(), float)
     assert_type(group.call(Worker.step, [1], 0.1, discard=True), wg.Call[None])
     assert_type(group.at(dp=0).with_options(timeout=60), wg.GroupView)
-    assert_type(group.at().explain("step", [1]), wg.CallExplanation)
+    assert_type(group.at().explain("step", [1]), str)
     assert_type(group.call("step").stream(timeout=1), wg.ResultStream[wg.Outcome])
     assert_type(group.map("step", range(3), strategy="least_loaded"), wg.ResultStream[Any])
     assert_type(wg.attach("policy", "10.0.0.1:6379"), wg.GroupHandle)

@@ -19,6 +19,7 @@ from ray.experimental.locations import get_local_object_locations
 
 from fairlead_placement import PlacementError, extension
 from fairlead_placement._nodes import head as placement_head
+from fairlead_workergroup import _replies as replies
 from fairlead_workergroup import _status, _world
 from fairlead_workergroup._calls import handle
 from fairlead_workergroup._membership import (
@@ -36,7 +37,6 @@ from fairlead_workergroup._observe import (
 )
 from fairlead_workergroup._remote import process, record
 from fairlead_workergroup._start import worker_class
-from fairlead_workergroup._transport import replies
 
 Patch = pytest.MonkeyPatch
 
@@ -288,11 +288,6 @@ def find_running(pids: Iterable[int]) -> list[int]:
 # The state of a group.
 
 
-def runs_overlapping_methods(group: Any) -> bool:
-    """Return whether the async methods of the workers of a group overlap."""
-    return bool(group._provisioner.worker_class.concurrent)
-
-
 @contextlib.contextmanager
 def restarting(group: Any, rank: int) -> Iterator[None]:
     """Let a group record that a rank is being restarted."""
@@ -308,14 +303,3 @@ def publish_next_epoch(group: Any) -> None:
     now = group._core.now
     group._core.commit(replace(now, group_epoch=now.group_epoch + 1))
     group._provisioner.publish()
-
-
-def send_alone(worker: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Send a function to a worker that it runs when no method runs, as a change of the group does."""
-    how = {"method": function.__name__, "function": True, "alone": 60.0}
-    return worker._fairlead_call.remote(how, ray.cloudpickle.dumps(function), *args)
-
-
-def waits_for_methods(worker: Any) -> Any:
-    """Return a reference to whether a worker lets no method begin, because a function is to run alone."""
-    return worker.__ray_call__.remote(lambda host: host._fairlead_gate.locked())

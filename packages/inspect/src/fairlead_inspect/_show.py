@@ -41,7 +41,7 @@ WORDS: Mapping[Kind, str] = {
 MOST_ROWS = 200
 # Of a report, wide enough that few lines are broken.
 WIDTH = 160
-NO_JOB = "No job runs on this cluster."
+NO_JOB = "No job runs on this cluster. A driver in init_ray or ray.init has not registered one yet."
 PTRACE = (
     "Give the workers' containers the capability SYS_PTRACE (securityContext.capabilities.add), run Ray as the user of "
     "the workers, or set kernel.yama.ptrace_scope to 0."

@@ -67,9 +67,9 @@ def make_selection(
         raise ValueError(f"dtype must be one of {', '.join(TRAVELLING)}, got {dtype!r}")
     if isinstance(exclude, str):
         raise TypeError(f"exclude must be several names or patterns, got the text {exclude!r}")
-    names = {} if callable(rename) else dict(rename or {})
     if callable(rename):
         return Selection(rename, dtype, tuple(exclude))
+    names = dict(rename or {})
     return Selection(lambda name: names.get(name, name), dtype, tuple(exclude), tuple(names))
 
 
@@ -132,10 +132,10 @@ def read_side(
 def _explain_unknown(name: str, new_name: str, own: Collection[str]) -> Mismatch:
     """Return what is wrong with a name that is to be renamed, and that no rank of the source has."""
     near = difflib.get_close_matches(name, own, 3, 0.5) or sorted(own)[:3]
-    listed = ", ".join(map(repr, near)) or "none"
-    return Mismatch(
-        name, "", new_name, f"rename= has this name, and the source does not: it has, for example, {listed}"
+    reason = (
+        f"rename= has this name, and the source does not: it has, for example, {', '.join(map(repr, near)) or 'none'}"
     )
+    return Mismatch(name, "", new_name, reason)
 
 
 def _make_layout(shape: tuple[int, ...], by_rank: Mapping[int, Described], ranks: int, itemsize: int) -> Layout:

@@ -144,7 +144,7 @@ class Side:
 
     def cancel(self, requests: Requests, replies: Mapping[int, Reply]) -> None:
         """Keep the requests without a reply from starting."""
-        late = {rank: ref for rank, ref in requests.items() if rank.rank not in replies or replies[rank.rank].late}
+        late = {who: ref for who, ref in requests.items() if who.rank not in replies or replies[who.rank].late}
         self._site.cancel(late)
 
     def release(self, epoch: int, ranks: Collection[int] | None = None) -> None:

@@ -44,7 +44,8 @@ class LayoutMismatchError(ValueError):
 
     def __str__(self) -> str:
         rows = [(mismatch.name, mismatch.source, mismatch.target, mismatch.reason) for mismatch in self.mismatches]
-        caption = f"{len(rows)} tensors do not fit between the source and the target; nothing has been applied:"
+        what = "1 tensor does not fit" if len(rows) == 1 else f"{len(rows)} tensors do not fit"
+        caption = f"{what} between the source and the target; nothing has been applied:"
         return table_text(caption, ("tensor", "source", "target", "reason"), rows)
 
 

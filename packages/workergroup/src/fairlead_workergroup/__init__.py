@@ -15,22 +15,20 @@
 >>> ray.shutdown()
 """
 
+from ._arguments import PerWorker, Shard
 from ._calls.call import Call
 from ._calls.handle import GroupHandle, attach
-from ._calls.plan import CallExplanation
-from ._calls.results import MultiWorkerFuture
+from ._calls.results import MultiWorkerFuture, Outcome
 from ._calls.view import GroupView
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
 from ._launch import launch
 from ._model import GroupState, Place
-from ._observe.calls import Outcome
 from ._options import Elastic, Restart, Timeouts
+from ._replies import ResultStream
 from ._start.environment import WorkerOptions, recursive_merge_options
 from ._start.worker_class import RayWorkerBuilder
 from ._status import StuckWorker, WorkerStatus, WorkerUsage
-from ._transport.arguments import PerWorker, Shard
-from ._transport.wait import ResultStream
 from .exceptions import (
     CallCancelledError,
     CallTimeoutError,
@@ -49,7 +47,6 @@ __version__ = "0.1.0"
 __all__ = [
     "Call",
     "CallCancelledError",
-    "CallExplanation",
     "CallTimeoutError",
     "CurrentWorker",
     "Elastic",

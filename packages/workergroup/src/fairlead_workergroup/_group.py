@@ -21,7 +21,6 @@ from ._calls.classic import ClassicCalls
 from ._calls.handle import GroupHandle, GroupIdentity
 from ._calls.map import MapOptions, Strategy
 from ._calls.plan import Mesh
-from ._calls.results import ClassicFutures
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
 from ._membership import operations
@@ -160,7 +159,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             slots, prefix=self.name_prefix, workers_per_node=workers_per_node, bundle_indices_list=bundle_indices_list
         )
         sharding = check_sharding(given, len(places))
-        return tuple(replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places), sharding
+        return tuple(replace(place, coords=sharding.get_worker_coords(place.rank)) for place in places), sharding
 
     def _assemble(self, spec: GroupSpec, on_restart: str | None, on_resize: str | None) -> None:
         """Make the parts around the core of the group."""
@@ -170,7 +169,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
         core.changes = self._changes
         self._shutdown = Shutdown(core, self._changes, self._provisioner.owned)
-        self._classic_futures = ClassicFutures(core)
 
     def _start(self) -> None:
         """Start all workers, or end everything."""

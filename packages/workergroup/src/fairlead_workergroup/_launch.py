@@ -3,6 +3,7 @@
 
 import contextlib
 import difflib
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
@@ -25,7 +26,7 @@ from ._status import check_seconds
 from ._world import Deadline
 
 # How the options of other libraries begin that could be taken for axes.
-_NO_AXES = ("num_", "gpu", "cpu", "timeout")
+_NO_AXES = ("num_", "gpu", "cpu", "timeout", "max_", "memory", "nodes", "retries")
 # The connection to the Ray that a group has started and ends, and what that group holds of it.
 _own_ray: tuple[object, Mapping[str, float]] = (None, {})
 
@@ -89,8 +90,9 @@ def launch(
     ...     group.sharding_annotations.shape, group.call("total").result()
     ({'dp': 2, 'tp': 2}, [0, 0, 0, 0])
     """
-    _check_start(init_args, init_kwargs or {}, timeout_s, gpus_per_worker)
-    builder = _make_builder(worker, init_args, init_kwargs or {})
+    init_kwargs = {} if init_kwargs is None else init_kwargs
+    _check_start(init_args, init_kwargs, timeout_s, gpus_per_worker)
+    builder = _make_builder(worker, init_args, init_kwargs)
     sharding = NamedSharding.from_shape(**_check_axes(worker, workers, axes))
     restart = read_option("restart", restart, Restart)
     python = choose_python(python, builder.ray_actor_class_fqn)
@@ -113,7 +115,7 @@ def launch(
             cpus_per_worker=cpus_per_worker,
             reserve_timeout_s=deadline.left() or 0.0,
         )
-        made.enter_context(_naming_options(sharding.size, cpus_per_worker, gpus_per_worker))
+        made.enter_context(_naming_options(sharding.shape, cpus_per_worker, gpus_per_worker))
         _check_room(cluster, bundle, nodes)
         made.enter_context(cluster)
         if starts_ray:
@@ -168,15 +170,17 @@ _LaunchedGroup.__name__ = _LaunchedGroup.__qualname__ = RayWorkerGroup.__name__ 
 
 
 @contextlib.contextmanager
-def _naming_options(workers: int, cpus: int, gpus: float) -> Iterator[None]:
+def _naming_options(axes: Mapping[str, int], cpus: int, gpus: float) -> Iterator[None]:
     """Name the options of `launch` in the error of a reservation."""
     try:
         yield
     except PlacementError as error:
         each = f"cpus_per_worker={cpus}" + (f" and gpus_per_worker={gpus:g} (0 needs no GPU)" if gpus else "")
+        sizes = " x ".join(f"{axis}={size}" for axis, size in axes.items())
         error.add_note(
-            f"launch requested {workers} worker(s) with {each} each: request fewer or smaller ones, or wait longer for "
-            "others (timeout_s). For wait_for_nodes_s, make a RayVirtualCluster with it, and a RayWorkerGroup on it."
+            f"launch requested {math.prod(axes.values())} worker(s) ({sizes}) with {each} each: request fewer or "
+            "smaller ones, or wait longer for others (timeout_s). For wait_for_nodes_s, make a RayVirtualCluster with "
+            "it, and a RayWorkerGroup on it."
         )
         raise
 
@@ -208,7 +212,8 @@ def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) ->
             remedy = given if isinstance(worker, RayWorkerBuilder) else f"init_kwargs={{{name!r}: {size!r}}}"
             raise TypeError(f"{name} is a parameter of {cls.__name__}.__init__: pass {remedy}")
         is_size = isinstance(size, int) and not isinstance(size, bool)
-        owner = [kind.__name__ for kind in (RayVirtualCluster, RayWorkerGroup) if name in signature(kind).parameters]
+        kinds = (RayVirtualCluster, RayWorkerGroup, Restart, Timeouts)
+        owner = [kind.__name__ for kind in kinds if name in signature(kind).parameters]
         near = difflib.get_close_matches(name, options, 1, 0.75)
         if owner and not (name == "worker" and is_size):
             hint = f": give it to {owner[0]}. See the docstring of launch."

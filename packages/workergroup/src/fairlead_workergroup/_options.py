@@ -88,7 +88,8 @@ def read_option(name: str, value: _Option | None, kind: type[_Option]) -> _Optio
     """Return an option, and its default for None; refuse a value of another type."""
     if value is not None and not isinstance(value, kind):
         what = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
-        raise TypeError(f"{name} must be {what} or None, got {value!r}: write {name}={kind.__name__}(...)")
+        example = "on_failure=True" if kind is Restart else "..."
+        raise TypeError(f"{name} must be {what} or None, got {value!r}: write {name}={kind.__name__}({example})")
     return kind() if value is None else value
 
 
@@ -105,14 +106,14 @@ def read_restart(restart: Restart | None, flat: Mapping[str, Any], constructor: 
 
 def _find_nearest(name: str, constructor: Callable[..., None]) -> str:
     """Return how the parameter, or the field of a value, whose name is the most like this one is written."""
-    written = {one: f"{one}=" for one in (*inspect.signature(constructor).parameters, *FlatOptions.__annotations__)}
+    written = {name: f"{name}=" for name in (*inspect.signature(constructor).parameters, *FlatOptions.__annotations__)}
     for parameter, value in (
         ("restart", Restart),
         ("elastic", Elastic),
         ("worker", WorkerOptions),
         ("timeouts", Timeouts),
     ):
-        written |= {one.name: f"{parameter}={value.__name__}({one.name}=...)" for one in fields(value)}
+        written |= {field.name: f"{parameter}={value.__name__}({field.name}=...)" for field in fields(value)}
     return written[difflib.get_close_matches(name, written.keys() - {"self", "flat"}, 1, 0.0)[0]]
 
 

@@ -4,9 +4,8 @@
 import threading
 
 import pytest
-import ray
 
-from fairlead_workergroup import PerWorker, Shard
+from fairlead_workergroup import Shard
 
 
 class Holder:
@@ -74,28 +73,3 @@ def test_a_whole_argument_is_inlined_up_to_10_kb(group, puts, value, inlined):
     """The total of a container's values counts, in bytes."""
     group.call("hold", value)
     assert len(puts) == (not inlined)
-
-
-@pytest.mark.parametrize("mark", [Shard([1, 2], "dp"), PerWorker([1, 2])])
-@pytest.mark.parametrize(
-    ("nest", "path"),
-    [
-        (lambda mark: [mark], "[0]"),
-        (lambda mark: [*range(1000), mark], "[1000]"),
-        (lambda mark: {"batch": {"x": (1, mark)}}, "['batch']['x'][1]"),
-    ],
-)
-def test_a_nested_mark_is_refused(group, mark, nest, path):
-    """A mark inside an argument is refused at any depth, and the message has its place."""
-    with pytest.raises(TypeError) as caught:
-        group.call("hold", nest(mark))
-    assert path in str(caught.value)
-    assert f"make the whole argument the {type(mark).__name__}" in str(caught.value)
-
-
-@pytest.mark.parametrize("mark", [Shard([1, 2], "dp", "tp"), PerWorker([1, 2])])
-def test_marks_can_be_pickled(group, mark):
-    """A program may send a mark to the process that makes the call."""
-    with pytest.raises(TypeError, match="is not split"):
-        group.call("hold", [mark])
-    assert ray.cloudpickle.loads(ray.cloudpickle.dumps(mark)) == mark

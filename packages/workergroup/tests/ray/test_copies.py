@@ -2,7 +2,6 @@
 """Tests of the values that a call stores, and of values that go from worker to worker."""
 
 import gc
-import time
 import weakref
 
 import numpy as np
@@ -34,31 +33,6 @@ class TestCopies:
         assert 16 * MB <= sum(one["object_size"] for one in told) < 16.1 * MB
         silent = [at for at, rank in enumerate(call.called_workers) if rank not in (0, 5)]
         assert ray.get([call.futures[at] for at in silent]) == [None] * 6
-
-    def test_the_store_holds_one_copy(self, group, store_used, puts):
-        """By the object store's own count, 64 MB sent to eight workers take 64 MB, and later none."""
-
-        def used(at_most):
-            # The store frees a value a moment after its last reference is released.
-            gc.collect()
-            deadline = time.monotonic() + 30
-            while (now := store_used()) > at_most and time.monotonic() < deadline:
-                time.sleep(0.1)
-            return now
-
-        assert used(at_most=MB) <= MB
-        ref = ray.put(np.ones(8 * MB))
-        assert 64 * MB <= used(at_most=65 * MB) < 65 * MB
-        puts.clear()
-        by_ref = group.call("hold", ref)
-        by_ref.result()
-        assert (len(puts), used(at_most=65 * MB) < 65 * MB) == (0, True)
-        by_value = group.call("hold", ray.get(ref))
-        by_value.result()
-        assert (len(puts), used(at_most=129 * MB) < 129 * MB) == (1, True)
-        group.call("hold", None).result()
-        del ref, by_ref, by_value
-        assert used(at_most=MB) < MB
 
     def test_results_of_a_call_as_pieces(self, group, puts):
         """The results of a call are passed on as shards, one to each worker, or as one list."""

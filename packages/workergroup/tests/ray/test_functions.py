@@ -11,7 +11,6 @@ import pytest
 import ray
 
 from fairlead_workergroup import (
-    CallTimeoutError,
     PerWorker,
     Shard,
 )
@@ -74,16 +73,6 @@ class TestRefused:
                 group.call(function)
         assert requests == []
 
-    def test_defaults_in_signatures(self, group):
-        """The signature in an error shows that a parameter has a default, and not its value."""
-        with pytest.raises(TypeError, match=r"^sleep\(seconds, ranks=\.\.\., tag=\.\.\.\): missing"):
-            group.call("sleep")
-
-
-def remember(worker, value):
-    worker.ran = [value]
-    return type(worker).__name__
-
 
 class TestCalls:
     """Tests of functions that are called as methods are."""
@@ -113,12 +102,6 @@ class TestCalls:
         assert group.call(lambda worker, ranks: sum(ranks), group.call("rank"), collect=()).result() == 28
         assert group.call(lambda worker, rank: rank, group.call("rank", collect=()), collect=()).result() == 5
 
-    def test_functions_share_the_instance(self, group):
-        """Methods see the state that a function leaves on the instance."""
-        view = group.at(dp=0, tp=0)
-        assert view.call(remember, "here").result() == ["Worker"]
-        assert view.call("what_ran").result() == [["here"]]
-
     def test_async_functions(self, group):
         """An async function runs to its end, and may await the worker's async methods."""
 
@@ -142,22 +125,12 @@ class TestCalls:
             group.call(fail).result()
         assert "raised by rank 3" in caught.value.__notes__[0]
 
-    def test_deadline(self, group, gate, wait_until_running):
-        """The error of a late function has its name, and records show it as a function."""
-        call = group.at(dp=0, tp=0).call(lambda worker: worker.wait_for(gate), timeout=0.2)
-        wait_until_running(group, "<function>", 5)
-        with pytest.raises(CallTimeoutError, match=r"<lambda> \(test_functions.py:\d+\)") as caught:
-            call.result()
-        assert [late.method for late in caught.value.late] == ["<function>"]
-        gate.touch()
-        assert group.at(dp=0, tp=0).call("rank").result() == [5]
-
     def test_stored_functions(self, group, puts):
         """A small function travels with the call; a large one is stored once, however many workers run it."""
         table = np.zeros(100_000)
         small, large = (lambda worker: 1), (lambda worker: len(table))
-        assert "0 value(s) stored" in group.at().explain(small).summary
-        assert "1 value(s) stored" in group.at().explain(large).summary
+        assert "0 value(s) stored" in group.at().explain(small)
+        assert "1 value(s) stored" in group.at().explain(large)
         group.call(small)
         assert puts == []
         assert group.call(large).result() == [100_000] * 8

@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytest
-import ray
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
@@ -21,9 +20,6 @@ from ..calling import Acting
 from ..faults import (
     limit_waits_of_handles,
     publish_next_epoch,
-    runs_overlapping_methods,
-    send_alone,
-    waits_for_methods,
 )
 
 pytestmark = pytest.mark.nightly
@@ -46,12 +42,6 @@ class Worker:
         self.runs += 1
         for _ in range(2):
             yield self.rank, epoch()
-
-    def wait_for(self, gate, *values):
-        self.runs += 1
-        while not os.path.exists(gate):
-            time.sleep(0.01)
-        return epoch()
 
     def take_runs(self):
         runs, self.runs = self.runs, 0
@@ -188,25 +178,3 @@ def test_running(group, rank_ahead, gate):
         assert (raised.value.ran, raised.value.refused) == ((0, 2, 3), (1,))
     finally:
         gate.touch()
-
-
-def test_admission(group, gate, wait_until_running, eventually):
-    """A method that overlaps with others is refused if the epoch changes after its arrival and before it starts."""
-    if not runs_overlapping_methods(group):
-        pytest.skip("only for methods that overlap")
-    handle = group.handle()
-    handle.call("take").result()
-
-    running = group.call("wait_soon_for", gate)
-    wait_until_running(group, "wait_soon_for", *range(4))
-    ends = [send_alone(one, set_epoch, group.state().group_epoch + 1) for one in group.workers]
-    assert eventually(lambda: all(ray.get([waits_for_methods(one) for one in group.workers], timeout=30)), 30)
-    call = handle.call("take_soon")
-    time.sleep(0.5)
-    publish_next_epoch(group)
-    gate.touch()
-    with pytest.raises(StaleGroupError, match="none of its workers has run it"):
-        call.result(timeout=60)
-    ray.get(ends)
-    running.result()
-    assert handle.call("take_soon").result() == [(rank, group.state().group_epoch) for rank in range(4)]

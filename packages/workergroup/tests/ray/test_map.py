@@ -3,7 +3,6 @@
 
 import asyncio
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -241,19 +240,3 @@ def test_an_item_that_kills(local_ray):
         assert caught.value.__notes__[-1].endswith("workers lost with it: 3")
         states = [status.state for status in group.get_worker_status()]
         assert len([state for state in states if state != "dead"]) == 1
-
-
-class Named:
-    """A value that becomes the name of the thread that unpickles it."""
-
-    def __reduce__(self):
-        return get_thread_name, ()
-
-
-def get_thread_name():
-    return threading.current_thread().name
-
-
-def test_values_are_unpickled_by_the_caller(group):
-    """A value that is slow to unpickle, or waits for another one, does not hold up Ray's own thread."""
-    assert set(group.map(lambda worker, item: Named(), range(20))) == {threading.current_thread().name}

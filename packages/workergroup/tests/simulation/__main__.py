@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from .exploration import describe, explore, run_seed, shrink
+from .exploration import describe, explore, run_seed
 from .scripts import run_group
 
 
@@ -27,7 +27,7 @@ def main() -> int:
     print(report)
     if report.failed is None:
         return 0
-    print(describe(report.seed, report.failed, shrink(run_group, report.failed)))
+    print(describe(report.seed, report.failed))
     return 1
 
 

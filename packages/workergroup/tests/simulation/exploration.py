@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run scripts with many lists of choices, and shrink those that fail."""
+"""Run scripts with many lists of choices."""
 
 import contextlib
 import gc
-import itertools
 import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .scheduler import Chooser, SimulatedWorld
@@ -22,7 +21,6 @@ CHANGED_BY = 1000
 FAIR_FROM = 5000
 # A collection during a run would call finalizers between two points.
 COLLECT_EVERY = 200
-MOST_TRIES = 500
 
 
 class Uniform:
@@ -96,11 +94,6 @@ class Run:
     steps: int
     failure: BaseException | None
     history: tuple[str, ...] = ()
-
-    @property
-    def rule(self) -> tuple[str, str]:
-        """The type of the failure, and its text before the first colon, by which two failures are the same."""
-        return type(self.failure).__name__, str(self.failure).partition(":")[0]
 
 
 def run(script: Script, chooser: Chooser, *, keep: bool = False) -> Run:
@@ -193,44 +186,10 @@ def _on_one_processor(number: int) -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
-def shrink(script: Script, failed: Run, most_tries: int = MOST_TRIES) -> Run:
-    """Return the run with the fewest choices other than 0 that fails in the same way."""
-    best, tries = failed, itertools.count(1)
-
-    def attempt(choices: bytes) -> bool:
-        nonlocal best
-        if next(tries) > most_tries:
-            return False
-        again = run(script, Recorded(choices))
-        if again.rule != failed.rule:
-            return False
-        best = replace(again, choices=choices)
-        return True
-
-    before = b""
-    while before != best.choices:
-        before = best.choices
-        size = len(before)
-        while size:
-            at = 0
-            while at < len(best.choices):
-                if not attempt(best.choices[:at] + best.choices[at + size :]):
-                    at += size
-            size //= 2
-        for at in range(len(best.choices)):
-            if best.choices[at]:
-                attempt(best.choices[:at] + b"\0" + best.choices[at + 1 :])
-    attempt(best.choices.rstrip(b"\0"))
-    return best
-
-
-def describe(seed: int | None, failed: Run, shrunk: Run | None = None) -> str:
+def describe(seed: int | None, failed: Run) -> str:
     """Return the failure of a run with its history, for people."""
-    shown = shrunk or failed
-    lines = [f"{type(failed.failure).__name__}: {failed.failure}"]
+    failure = f"{type(failed.failure).__name__}: {failed.failure}"
+    lines = [failure]
     if seed is not None:
         lines.append(f"Replay it with `python -m simulation --seed {seed}` in packages/workergroup/tests.")
-    if shrunk is not None:
-        changed = sum(1 for one in shrunk.choices if one)
-        lines.append(f"Shrunk from {len(failed.choices)} choices to {len(shrunk.choices)}, {changed} of them not 0:")
-    return "\n".join([*lines, *shown.history, f"{type(shown.failure).__name__}: {shown.failure}"])
+    return "\n".join([*lines, *failed.history, failure])

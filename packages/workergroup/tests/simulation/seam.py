@@ -97,8 +97,8 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         f"{ours}._membership.provision.wait_started": placement.wait_started,
         # The class of the user is described once for all runs.
         f"{ours}._membership.provision.describe_class": describe_model,
-        f"{ours}._transport.arguments.ObjectRef": SimRef,
-        f"{ours}._transport.replies.ignore": lambda refs: None,
+        f"{ours}._arguments.ObjectRef": SimRef,
+        f"{ours}._replies.ignore": lambda refs: None,
         # Variables of the driver.
         f"{ours}._membership.provision.forwarded_variables": lambda driver: {},
         # The table of environments in the pyproject.toml, which would be read for each group.

@@ -11,7 +11,7 @@ import pytest
 
 from fairlead_workergroup import Restart, WorkerGroupError
 
-from .exploration import describe, explore, run_seed, shrink
+from .exploration import describe, explore, run_seed
 from .group import Behaviour, make_group
 from .ray import PretendedRay
 from .scripts import run_group
@@ -55,7 +55,7 @@ def test_more_interleavings():
 def check(script, seeds):
     report = explore(script, range(seeds))
     if report.failed is not None:
-        pytest.fail(describe(None, report.failed, shrink(script, report.failed)), pytrace=False)
+        pytest.fail(describe(None, report.failed), pytrace=False)
     return report
 
 

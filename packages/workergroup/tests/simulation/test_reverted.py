@@ -5,12 +5,11 @@ from functools import partial
 
 import pytest
 
-from .exploration import explore, shrink
+from .exploration import explore
 from .scripts import run_group
 from .seam import forget_the_scope, send_only_the_epoch, use_dead_slots
 
 MOST_RUNS = 1000
-FEW_TRIES = 50
 
 
 # Each with the rule that it breaks, and with options of the script.
@@ -23,12 +22,9 @@ FEW_TRIES = 50
     ],
 )
 def test_reverted(revert, rule, options, monkeypatch):
-    """A run within the first ones breaks the rule, and its history can be shrunk."""
+    """A run within the first ones breaks the rule."""
     with monkeypatch.context() as patch:
         revert(patch)
-        script = partial(run_group, **options)
-        report = explore(script, range(MOST_RUNS))
+        report = explore(partial(run_group, **options), range(MOST_RUNS))
         assert report.failed is not None
         assert str(report.failed.failure).startswith(f"{rule}: ")
-        shrunk = shrink(script, report.failed, FEW_TRIES)
-        assert len(shrunk.choices) < len(report.failed.choices)

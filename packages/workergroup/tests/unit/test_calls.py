@@ -13,10 +13,10 @@ from ray import cloudpickle
 
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import PerWorker, Shard
+from fairlead_workergroup import _arguments as arguments
+from fairlead_workergroup._arguments import Arguments
 from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan
 from fairlead_workergroup._start.worker_class import Method
-from fairlead_workergroup._transport import arguments
-from fairlead_workergroup._transport.arguments import Arguments
 
 AXES = ("pp", "dp", "tp")
 

@@ -37,8 +37,12 @@ class Model:
         (collections.Counter, {"dp": 2, "timeout": 3}, "Did you mean timeout_s?"),
         (collections.Counter, {"dp": 2, "gpu_per_worker": 1}, "Did you mean gpus_per_worker?"),
         (collections.Counter, {"dp": 2, "num_gpus": 1}, "'num_gpus'. Its options are workers, init_args,"),
+        (collections.Counter, {"dp": 2, "max_restarts": 3}, "launch has no option 'max_restarts': give it to Restart"),
+        (collections.Counter, {"dp": 2, "retries": 2}, "call an axis otherwise"),
+        (collections.Counter, {"dp": 2, "nodes": 2}, "call an axis otherwise"),
+        (collections.Counter, {"dp": 2, "restart": True}, "write restart=Restart(on_failure=True)"),
         (collections.Counter, {"num_workers": 2}, "launch has no option 'num_workers'. Did you mean workers?"),
-        (collections.Counter, {"dp": 2, "restart": 1}, "write restart=Restart(...)"),
+        (collections.Counter, {"dp": 2, "restart": 1}, "write restart=Restart(on_failure=True)"),
         (collections.Counter, {"dp": 2, "elastic": 1}, "'elastic': give it to RayWorkerGroup"),
         (Model, {"dp": 1, "seed": 3}, "seed is a parameter of Model.__init__: pass init_kwargs={'seed': 3}"),
         (Model, {"hidden": 64}, "hidden is a parameter of Model.__init__: pass init_kwargs={'hidden': 64}"),
@@ -71,12 +75,12 @@ def test_refused(worker, options, message):
 
 def test_no_room():
     """The note of a refused reservation names the options of `launch`, and the way to those that it lacks."""
-    with pytest.raises(ResourceInsufficientError) as caught, _naming_options(5, 1, 0):
+    with pytest.raises(ResourceInsufficientError) as caught, _naming_options({"dp": 5}, 1, 0):
         raise ResourceInsufficientError("wait for nodes that are joining (wait_for_nodes_s)")
     (note,) = caught.value.__notes__
-    assert note.startswith("launch requested 5 worker(s) with cpus_per_worker=1 each: request fewer")
+    assert note.startswith("launch requested 5 worker(s) (dp=5) with cpus_per_worker=1 each: request fewer")
     assert "For wait_for_nodes_s, make a RayVirtualCluster with it, and a RayWorkerGroup on it." in note
-    with pytest.raises(ResourceInsufficientError) as caught, _naming_options(5, 1, 1):
+    with pytest.raises(ResourceInsufficientError) as caught, _naming_options({"dp": 5}, 1, 1):
         raise ResourceInsufficientError("No node has a GPU.")
     assert "gpus_per_worker=1 (0 needs no GPU) each" in caught.value.__notes__[0]
 

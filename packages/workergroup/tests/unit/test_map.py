@@ -9,34 +9,42 @@ import pytest
 
 from fairlead_workergroup._calls import map as item_map
 from fairlead_workergroup._calls.map import ItemMap, MapOptions
+from fairlead_workergroup._replies import ResultStream
 from fairlead_workergroup._start.worker_class import Method
-from fairlead_workergroup._transport.wait import ResultStream
 
 
 class Sent:
-    """A call that has been sent, which notes that it was cancelled."""
+    """A call that has been sent, and never ends."""
 
-    def __init__(self, item, cancelled):
-        self.cancel = lambda: cancelled.append(item)
+    def __init__(self, core, owner, call, sent):
+        self.futures = [sent]
+
+
+def wait_for_news(futures, deadline, check_late, turn_s):
+    yield []
 
 
 def test_a_task_that_is_cancelled_while_an_item_waits_to_be_sent(monkeypatch):
     """The item, which another thread sends when a change of the group ends, is cancelled too (seam: the sending)."""
     waits, goes_on, cancelled = threading.Event(), threading.Event(), []
 
-    def send_call(core, owner, call, *, blocks):
+    def send(call):
         waits.set()
         assert goes_on.wait(60)
-        return Sent(call, cancelled)
+        return call
 
     monkeypatch.setattr(item_map, "prepare_call", lambda core, method, recipients, args, kwargs, options: args[0])
-    monkeypatch.setattr(item_map, "send_call", send_call)
+    monkeypatch.setattr(item_map, "Call", Sent)
+    monkeypatch.setattr(item_map, "wait_for_news", wait_for_news)
+    monkeypatch.setattr(item_map, "cancel", lambda core, sent, method, *, force: cancelled.extend(sent.values()))
     worker_class = SimpleNamespace(method=lambda name: Method(name, "plain", None))
     core = SimpleNamespace(
         described=SimpleNamespace(worker_class=worker_class),
         check_retries=lambda retries: None,
+        send=send,
         call_timeout_s=None,
         connected=True,
+        connection=SimpleNamespace(check=lambda: None),
     )
     options = MapOptions("round_robin", move_items=False)
     results = ResultStream(ItemMap(core, None, [0], "work", ["an item"], options).results)

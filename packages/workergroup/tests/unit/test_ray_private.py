@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import ray
 
 from fairlead_workergroup import _ray_private as private
-from fairlead_workergroup._transport.replies import task_of
+from fairlead_workergroup._replies import task_of
 
 # The layout of Ray's ids: 12 random bytes and the job make an actor id, 8 more bytes a task id, 4 more an object id.
 ACTOR = b"a" * 12 + b"\1\0\0\0"

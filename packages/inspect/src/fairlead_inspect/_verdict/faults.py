@@ -31,8 +31,8 @@ def find_faults(case: Case) -> tuple[list[Finding], set[str]]:
     groups, held_up = _find_reservations(case)
     requests, waiters = _find_requests(case)
     rules = (_find_dead, _find_stopped, _find_nodes, _find_pending, _find_deadlocks, _find_left_in_collective)
-    found = [*groups, *requests, *(finding for rule in rules for finding in rule(case))]
-    return found, held_up | waiters
+    findings = [*groups, *requests, *(finding for rule in rules for finding in rule(case))]
+    return findings, held_up | waiters
 
 
 def _find_dead(case: Case) -> list[Finding]:
@@ -247,7 +247,7 @@ def _find_reservations(case: Case) -> tuple[list[Finding], set[str]]:
 
 def _find_requests(case: Case) -> tuple[list[Finding], set[str]]:
     """Name the processes that wait inside of Fairlead for resources, ports or workers; return also who."""
-    found, held_up = list[Finding](), set[str]()
+    findings, held_up = list[Finding](), set[str]()
     for key, process in case.graph.processes.items():
         requests = [thread.request for thread in process.threads if thread.request is not None]
         for request in sorted(requests, key=lambda request: -(request.since_s or 0.0))[:1]:
@@ -258,17 +258,17 @@ def _find_requests(case: Case) -> tuple[list[Finding], set[str]]:
                 lacks = f", and {request.lacks}" if request.lacks else ""
                 blames = late and not case.frees(key) and not case.snapshot.launches
                 text = f"waits in reserve for {request.wants}{lacks}"
-                found.append(case.say("pending", [key], text, None, blames=blames, remedy=_NODES, **more))
+                findings.append(case.say("pending", [key], text, None, blames=blames, remedy=_NODES, **more))
                 held_up.add(key)
             elif request.function == "lease_ports":
                 text = "waits in lease_ports for the agents of its nodes, which lease ports"
-                found.append(case.say("undecided", [key], text, None, confidence="guess", remedy=_NODES, **more))
+                findings.append(case.say("undecided", [key], text, None, confidence="guess", remedy=_NODES, **more))
                 held_up.add(key)
             elif not (late and any(key in wait.waiters and wait.targets for wait in case.graph.waits)):
                 text = f"waits until the workers of {request.wants} have started"
                 kind: Kind = "undecided" if late else "working"
-                found.append(case.say(kind, [key], text, None, confidence="guess", moves=not late, **more))
-    return found, held_up
+                findings.append(case.say(kind, [key], text, None, confidence="guess", moves=not late, **more))
+    return findings, held_up
 
 
 def _find_deadlocks(case: Case) -> list[Finding]:

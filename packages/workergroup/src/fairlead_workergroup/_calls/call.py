@@ -3,10 +3,9 @@
 
 import asyncio
 import contextlib
-import logging
 from asyncio import _get_running_loop
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
@@ -15,18 +14,25 @@ from ray import ObjectRef
 from ray.exceptions import RayError
 
 from .. import _world
-from .._membership.core import Core, Sent
-from .._observe.calls import Outcome
+from .._arguments import Gathered, PassedOn
+from .._membership.core import Core, PlannedCall, Sent
 from .._ray_private import end_of
-from .._transport import replies, wait
-from .._transport.arguments import Gathered, PassedOn
-from .._transport.replies import CheckLate, NotYet, short_traceback
-from .._transport.wait import ResultStream, Waiter, iterate, iterate_on_loop
-from .._world import NEVER, Deadline, Event, check_timeout, wait_for_event
+from .._replies import (
+    CheckLate,
+    NotYet,
+    ResultStream,
+    collect,
+    short_traceback,
+    taken,
+    until,
+    values,
+    wait_for_news,
+    watch,
+)
+from .._world import Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, WorkerFailureError
-from .arrivals import Arrivals
-from .plan import CallOptions, PlannedCall, Recipients, prepare_call
-from .results import MultiWorkerFuture, ResultFetcher
+from .plan import CallOptions, Recipients, prepare_call
+from .results import Arrivals, MultiWorkerFuture, Outcome
 
 if TYPE_CHECKING:
     # Only the one of typing_extensions has a default before Python 3.13.
@@ -38,20 +44,14 @@ else:
 
     Result = TypeVar("Result", covariant=True)
 
-logger = logging.getLogger(__name__)
 
+def send_call(core: Core, owner: object, call: PlannedCall, *, queues: bool = True) -> "Call[Any]":
+    """Send a call. Its owner is the group, which stays alive as long as a caller waits for the call.
 
-def send_call(
-    core: Core,
-    owner: object,
-    call: PlannedCall,
-    *,
-    blocks: bool = False,  # whether the thread waits although it runs an event loop
-    queues: bool = True,  # whether a call of an event loop that has to wait is sent later, and not refused
-) -> "Call[Any]":
-    """Send a call. Its owner is the group, which stays alive as long as a caller waits for the call."""
+    A call of an event loop that has to wait is sent later, or refused if it does not queue.
+    """
     # The public function raises an exception if there is no loop, and every call asks.
-    if blocks or _get_running_loop() is None:
+    if _get_running_loop() is None:
         return Call(core, owner, call, core.send(call))
     return Call(core, owner, call, core.send_or_queue(call) if queues else core.send(call, Deadline.after(0.0)))
 
@@ -61,7 +61,8 @@ def call_hook(core: Core, method: str, ranks: Sequence[int], deadline: Deadline)
     options = CallOptions(timeout=deadline.left(), discard=True)
     recipients = Recipients(list(ranks), [], [False] * len(ranks))
     called = core.described.worker_class.find(method)
-    return send_call(core, None, prepare_call(core, called, recipients, (), {}, options, is_hook=True), blocks=True)
+    call = prepare_call(core, called, recipients, (), {}, options, is_hook=True)
+    return Call(core, None, call, core.send(call))
 
 
 class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
@@ -80,13 +81,12 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         self._core = core
         self._owner = owner
         self._planned = call
-        # What has been sent; None as long as the call waits for that, and then the future of it.
-        self._sent: Sent | None = None if isinstance(sent, Future) else sent
-        self.sending: Future[Sent] | None = sent if isinstance(sent, Future) else None
         self._yields_items = call.method.result == "items"  # whether the method is a generator
         self._is_single = call.options.collect == ()
         self._cancelled: set[int] = set()  # the ranks that had not finished when the call was cancelled
-        self._seen: Arrivals | None = None  # what `_arrivals` has returned
+        # What has come back of the last attempt; None as long as the call waits to be sent, and then the future of it.
+        self._latest = None if isinstance(sent, Future) else Arrivals(core, sent, self._cancelled)
+        self.sending: Future[Sent] | None = sent if isinstance(sent, Future) else None
         self._attempts = 0
         self._repeating: Event | None = None  # while a thread repeats the call
 
@@ -94,8 +94,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         """Wait for all called workers and fetch the results, and nothing else.
 
         Args:
-            timeout: the seconds to wait for the workers from now; None to wait until the deadline of the call, if it
-                has one. After a timeout you can ask again.
+            timeout: the seconds to wait for the workers from now, in place of the call's own timeout; None to wait
+                until the deadline of the call, if it has one. After a timeout you can ask again.
 
         Returns:
             A list of results, by rank or row-major over the collected axes; with `collect=()` the one result; with
@@ -136,8 +136,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             Whether they have within that time.
         """
         deadline = self._until(timeout)
-        self._wait_until_sent(deadline)
-        return self._arrivals.wait(deadline)
+        return self._wait_until_sent(deadline).wait(deadline)
 
     def __iter__(self) -> Iterator[Outcome]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed.
@@ -145,41 +144,35 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         Raises:
             CallTimeoutError: the deadline of the call has passed.
         """
-        return iterate(self._iterate)
+        return ResultStream(self._iterate)
 
     def __await__(self) -> Generator[Any, None, Result]:
         return self._wait_on_loop().__await__()
 
     def __aiter__(self) -> AsyncIterator[Outcome]:
-        return iterate_on_loop(self._iterate)
-
-    def __hash__(self) -> int:
-        return object.__hash__(self)
-
-    def __eq__(self, other: object) -> bool:  # not that of a `MultiWorkerFuture`
-        return self is other
+        return ResultStream(self._iterate)
 
     def __repr__(self) -> str:
         if self._cancelled:
             state = "cancelled"
         elif not self._core.connected:
             state = "its Ray has been shut down"
-        elif not self._is_sent:
-            state = "could not be sent" if self._has_failed_to_send else "waits to be sent"
+        elif (arrivals := self._poll()) is None:
+            state = "could not be sent" if self.done() else "waits to be sent"
         else:
-            state = f"{len(self._ranks) - len(self._arrivals.pending())} of {len(self._ranks)} workers done"
+            state = f"{len(self._ranks) - len(arrivals.pending())} of {len(self._ranks)} workers done"
         return f"Call({self._planned.method.name!r}, {state}, {len(self._positions)} results)"
 
     @property
     def futures(self) -> list[Any]:  # type: ignore[override]
         """One future for each called worker. If the call is not sent yet, wait for that until its deadline."""
-        return self._wait_until_sent(self._planned.deadline).replies
+        return self._arrivals.sent.replies
 
     # Copies: a plan is cached for later calls, and a user may change the lists of this one.
     @property
     def return_from_workers(self) -> list[int] | None:  # type: ignore[override]
         """The ranks that return a result, in the order of the results."""
-        return [self._ranks[at] for at in self._positions]
+        return [self._ranks[position] for position in self._positions]
 
     @property
     def called_workers(self) -> list[int] | None:  # type: ignore[override]
@@ -193,17 +186,18 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         If the call is not sent yet, wait for that until its deadline. Of a call that was repeated after a restart, it
         is the epoch of the last repetition.
         """
-        return self._wait_until_sent(self._planned.deadline).epoch
+        return self._arrivals.sent.epoch
 
     @property
     def refs(self) -> list[Any]:
         """The ObjectRefs of the results, in the order of `result()`; for a generator method, its generators."""
         futures = self.futures
-        return [futures[at] for at in self._positions]
+        return [futures[position] for position in self._positions]
 
     def done(self) -> bool:
         """Return whether all called workers have finished or failed, or could not be called."""
-        return self._has_failed_to_send or (self._is_sent and not self._arrivals.pending())
+        arrivals = self._poll()
+        return not arrivals.pending() if arrivals is not None else self.sending is not None and self.sending.done()
 
     def stream(self, timeout: float | None = None) -> ResultStream[Outcome]:
         """Return the items of a generator method as they arrive, each as an `Outcome`, for `for` and `async for`.
@@ -241,17 +235,15 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             the ranks that were killed.
         """
         sending = self.sending
-        if sending is not None and not self._is_sent:
-            if not self._has_failed_to_send:
-                self._cancelled.update(self._ranks)
-            if not sending.cancel():  # it is being sent now
-                sending.add_done_callback(lambda sent: sent.exception() or self._arrivals.cancel(force=force))
-            return []
-        return self._arrivals.cancel(force=force)
+        if sending is None or self._poll() is not None:
+            return self._arrivals.cancel(force=force)
+        if not sending.done():
+            self._cancelled.update(self._ranks)
+        if not sending.cancel():  # it is being sent now
+            sending.add_done_callback(lambda sent: sent.exception() or self._arrivals.cancel(force=force))
+        return []
 
-    def get_results(
-        self, worker_group: ResultFetcher | None = None, return_generators_as_proxies: bool = False
-    ) -> list[Any]:
+    def get_results(self, worker_group: Any = None, return_generators_as_proxies: bool = False) -> list[Any]:
         """Return what `result` fetches, always as a flat list; compatible with NeMo RL.
 
         Args:
@@ -269,7 +261,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     def as_argument(self) -> ObjectRef[Any] | Gathered:
         self._check_passable()
         refs = self.refs
-        return refs[0] if self._is_single else Gathered(tuple(refs))
+        return refs[0] if self._is_single else Gathered(refs)
 
     def as_arguments(self) -> list[ObjectRef[Any]]:
         self._check_passable()
@@ -287,35 +279,24 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             raise TypeError(f"{name!r} is a generator method: stream or collect its items, and pass these on")
 
     @property
-    def _call(self) -> PlannedCall:
-        """The call as it was sent, which may have been planned again while it waited."""
-        if self._sent is None and self._is_sent:
-            self._wait_until_sent(NEVER)
-        return self._planned if self._sent is None else self._sent.call
+    def _recipients(self) -> Recipients:
+        """The workers that the call reaches; it may have been planned again while it waited."""
+        arrivals = self._poll()
+        recipients: Recipients = self._planned.recipients if arrivals is None else arrivals.sent.call.recipients
+        return recipients
 
     @property
     def _ranks(self) -> Sequence[int]:
-        return self._call.recipients.called
+        return self._recipients.called
 
     @property
     def _positions(self) -> Sequence[int]:
         """The positions of the workers that return a result, in the order of the results."""
-        return self._call.recipients.positions[0]
-
-    @property
-    def _is_sent(self) -> bool:
-        return self.sending is None or (self.sending.done() and not self._has_failed_to_send)
-
-    @property
-    def _has_failed_to_send(self) -> bool:
-        """Whether it was cancelled before it was sent, or its workers could not be restarted."""
-        sending = self.sending
-        return sending is not None and sending.done() and (sending.cancelled() or sending.exception() is not None)
+        return self._recipients.positions[0]
 
     def _until(self, timeout: float | None) -> Deadline:
-        """Return the deadline of a wait: that of the call, or `timeout` seconds from now if that is sooner."""
-        deadline = self._planned.deadline
-        return deadline if timeout is None else deadline.sooner(Deadline.after(check_timeout("timeout", timeout)))
+        """Return the deadline of a wait: `timeout` seconds from now, or without a timeout that of the call."""
+        return self._planned.deadline if timeout is None else Deadline.after(check_timeout("timeout", timeout))
 
     def _check_open(self) -> None:
         """Refuse to wait for a call that was cancelled, or whose Ray has ended."""
@@ -329,47 +310,50 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     @property
     def _arrivals(self) -> Arrivals:
         """What has come back of the call. If it is not sent yet, wait for that until its deadline."""
-        sent = self._wait_until_sent(self._planned.deadline)
-        if self._seen is None or self._seen.sent is not sent:
-            self._seen = Arrivals(self._core, sent, self._cancelled)
-        return self._seen
+        return self._wait_until_sent(self._planned.deadline)
 
-    def _check_late(self, deadline: Deadline) -> Deadline:
-        return self._arrivals.check_late(deadline)
+    def _poll(self) -> Arrivals | None:
+        """Return what has come back; None if the call has not been sent yet, or could not be sent."""
+        sending = self.sending
+        if self._latest is not None or sending is None or not sending.done():
+            return self._latest
+        if not sending.cancelled() and sending.exception() is None:
+            self._latest = Arrivals(self._core, sending.result(), self._cancelled)
+        return self._latest
 
-    def _wait_until_sent(self, deadline: Deadline) -> Sent:
-        """Wait until the call has been sent, and return what has been."""
-        if self._sent is not None:
-            return self._sent
-        assert self.sending is not None
-        try:
-            error = self.sending.exception(deadline.left())
-        except CancelledError:
-            raise self._cancelled_error() from None
-        except TimeoutError:
-            raise self._core.unsent_error(self._planned) from None
-        if error is not None:
-            raise error.with_traceback(None)
-        self._sent = self.sending.result()
-        return self._sent
+    def _wait_until_sent(self, deadline: Deadline) -> Arrivals:
+        """Wait until the call has been sent, and return what has come back."""
+        while (arrivals := self._latest or self._poll()) is None:
+            assert self.sending is not None
+            try:
+                error = self.sending.exception(deadline.left())
+            except CancelledError:
+                raise self._cancelled_error() from None
+            except TimeoutError:
+                raise self._core.unsent_error(self._planned) from None
+            if error is not None:
+                raise error.with_traceback(None)
+        return arrivals
 
-    async def _until_sent(self, deadline: Deadline, *, blocks: bool) -> Sent:
-        """Wait until the call has been sent, on a thread or an event loop."""
-        if self._sent is None and self.sending is not None and not blocks:
-            await wait.until(self.sending.add_done_callback, deadline)
+    def _wait_in_turns(self, deadline: Deadline, turn_s: float | None) -> Generator[list[Any], None, Arrivals]:
+        """Do what `_wait_until_sent` does, and yield an empty list after each turn."""
+        sending = self.sending
+        while turn_s is not None and sending is not None and not sending.done() and not deadline.passed:
+            wait([sending], turn_s)
+            yield []
         return self._wait_until_sent(deadline)
 
     def _result(self, deadline: Deadline) -> Any:
         """Wait for all called workers and fetch the results; the first failure ends the wait or repeats the call."""
         while True:
             self._check_open()
-            sent = self._wait_until_sent(deadline)
+            arrivals = self._wait_until_sent(deadline)
             try:
-                return self._fetch_result(sent, deadline, self._check_late)
+                return self._fetch_result(arrivals, deadline, arrivals.check_late)
             except RayError as error:  # every exception of a worker, and none of a signal handler here
-                failure = self._arrivals.failure(error)
+                failure = arrivals.failure(error, deadline)
             # A restart takes seconds.
-            if not isinstance(failure, WorkerFailureError) or not self._repeat(sent, deadline):
+            if not isinstance(failure, WorkerFailureError) or not self._repeat(arrivals, deadline):
                 raise failure
 
     async def _wait_on_loop(self) -> Any:
@@ -385,110 +369,109 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     async def _result_on_loop(self, deadline: Deadline) -> Any:
         """Wait for the last reply on the event loop. Whatever is not a plain success is settled by `_result`."""
         self._check_open()
-        sent = await self._until_sent(deadline, blocks=False)
+        if self._poll() is None and self.sending is not None:
+            await until(self.sending.add_done_callback, deadline)
+        arrivals = self._wait_until_sent(deadline)
         if self._planned.method.backpressure is None:  # otherwise the generators end only when their items are taken
-            await wait.until(partial(replies.watch, list(map(end_of, sent.replies))), deadline, self._check_late)
+            ends = list(map(end_of, arrivals.sent.replies))
+            await until(partial(watch, ends), deadline, arrivals.check_late)
             if not self._yields_items:
                 with contextlib.suppress(RayError, NotYet):
-                    return self._fetch_result(sent, Deadline.after(0.0))
+                    return self._fetch_result(arrivals, Deadline.after(0.0))
         return await asyncio.to_thread(self._result, deadline)
 
-    def _fetch_result(self, sent: Sent, deadline: Deadline, check_late: CheckLate | None = None) -> Any:
-        wanted, others = sent.call.recipients.positions
-        if self._yields_items:
-            wait.drain(sent.replies, deadline, self._check_late)
-            values = [self._arrivals.value(sent.replies[at]) for at in wanted]
-        else:
-            in_order = list(map(sent.replies.__getitem__, [*wanted, *others]))
-            values = replies.values(in_order, deadline, check_late)[: len(wanted)]
+    def _fetch_result(self, arrivals: Arrivals, deadline: Deadline, check_late: CheckLate | None = None) -> Any:
+        wanted, others = arrivals.sent.call.recipients.positions
+        in_order = list(map(arrivals.sent.replies.__getitem__, [*wanted, *others]))
+        fetch = collect if self._yields_items else values
+        results = fetch(in_order, deadline, check_late)[: len(wanted)]
         if self._planned.options.discard:
             return None
-        return values[0] if self._is_single else values
+        return results[0] if self._is_single else results
 
-    async def _stream(self, timeout: float | None, on: Waiter) -> AsyncGenerator[Outcome]:
+    def _stream(self, timeout: float | None, turn_s: float | None) -> Generator[list[Outcome]]:
         """Yield the items of generators as they arrive; see `stream`."""
         self._check_open()
         deadline = self._until(timeout)
-        sent = await self._until_sent(deadline, blocks=on.blocks)
-        arrivals = self._arrivals
-        streams = {sent.replies[at]: at for at in self._positions}
+        arrivals = yield from self._wait_in_turns(deadline, turn_s)
+        streams = {arrivals.sent.replies[position]: position for position in self._positions}
         while streams:
             # One item of each worker that has one, then the next round: Ray prefers some workers to others.
-            if not any(map(wait.taken, streams)):
-                news = await on.some(list(streams), deadline, self._check_late, here=True, most=1)
-                streams = {stream: at for stream, at in streams.items() if not news.get(stream)}
-            for stream, at in list(streams.items()):
-                if not (items := wait.taken(stream)):
+            if not any(map(taken, streams)):
+                news = yield from wait_for_news(list(streams), deadline, arrivals.check_late, turn_s, here=True, most=1)
+                streams = {stream: position for stream, position in streams.items() if not news.get(stream)}
+            for stream, position in list(streams.items()):
+                if not (items := taken(stream)):
                     continue
                 # An item that cannot be fetched is kept: an error is raised again, and a timeout loses nothing.
-                value = await self._fetch(on, items[0], deadline)
+                value = _fetch(arrivals, items[0], deadline)
                 del items[0]
                 items.handed_out += 1
-                yield arrivals.make_outcome(at, value)
+                yield [arrivals.make_outcome(position, value)]
                 del value
                 deadline = self._until(timeout)  # of the next item
         # A stream whose worker has died just stops; the completion has the error.
-        for end in map(end_of, sent.replies):
-            await self._fetch(on, end, self._until(timeout))
+        for end in map(end_of, arrivals.sent.replies):
+            _fetch(arrivals, end, self._until(timeout))
 
-    async def _fetch(self, on: Waiter, ref: Any, deadline: Deadline) -> Any:
-        """Return the value of a reference that is here or will be soon, or raise the failure of the call."""
-        if not on.blocks:
-            await on.some([ref], deadline, self._check_late, here=True)
-        try:
-            (value,) = replies.values([ref], deadline, self._check_late)
-        except RayError as error:
-            raise (await on.apart(self._arrivals.failure, error))  # noqa: B904  chained there
-        return value
-
-    async def _iterate(self, on: Waiter) -> AsyncGenerator[Outcome]:
+    def _iterate(self, turn_s: float | None) -> Generator[list[Outcome]]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
         deadline = self._planned.deadline
         self._core.connection.check()
-        sent = await self._until_sent(deadline, blocks=on.blocks)
-        waiting, answering = {reply: at for at, reply in enumerate(sent.replies)}, frozenset(self._positions)
+        arrivals = yield from self._wait_in_turns(deadline, turn_s)
+        waiting = {reply: position for position, reply in enumerate(arrivals.sent.replies)}
+        answering = frozenset(self._positions)
         while waiting:
-            news = await on.some(list(waiting), deadline, self._check_late)
-            for at in [waiting.pop(reply) for reply, has_ended in news.items() if has_ended]:
-                outcome = await on.apart(self._arrivals.outcome, at)
-                if at in answering or outcome.error is not None:
-                    yield outcome
+            news = yield from wait_for_news(list(waiting), deadline, arrivals.check_late, turn_s)
+            for position in [waiting.pop(reply) for reply, has_ended in news.items() if has_ended]:
+                outcome = arrivals.outcome(position)
+                if position in answering or outcome.error is not None:
+                    yield [outcome]
 
-    def _repeat(self, sent: Sent, deadline: Deadline) -> bool:
+    def _repeat(self, arrivals: Arrivals, deadline: Deadline) -> bool:
         """Repeat an attempt if retries are left; return whether there is another one. One thread repeats it."""
         self._check_open()
         if not self._planned.options.retries:
             return False
         mine = _world.current.event()
-        while self._sent is sent:
+        while self._latest is arrivals:
             with self._core.turn:
                 other = self._repeating
                 self._repeating = other or mine
             if other is None:
                 try:
-                    return self._send_again(sent, deadline)
+                    return self._send_again(arrivals.sent, deadline)
                 finally:
                     self._repeating = None
                     mine.set()
             if not wait_for_event(other, deadline):
-                raise self._arrivals.late_error(self._arrivals.pending())
+                raise arrivals.late_error(arrivals.pending())
         return True
 
     def _send_again(self, sent: Sent, deadline: Deadline) -> bool:
         """Send the requests to lost workers again, or to all if all were restarted; return whether that is due."""
-        lost = [at for at, reply in enumerate(sent.replies) if self._core.is_lost(reply)]
+        lost = [position for position, reply in enumerate(sent.replies) if self._core.is_lost(reply)]
         # Without a lost worker the error is the worker's own, about a group that it uses.
         if self._attempts == self._planned.options.retries or not lost:
             return False
         if self._core.policy.restarts_all:
             lost = list(range(len(sent.replies)))
-        ranks = [sent.call.called[at] for at in lost]
-        requests = [sent.call.requests[at] for at in lost]
+        ranks = [sent.call.called[position] for position in lost]
+        requests = [sent.call.requests[position] for position in lost]
         recipients = Recipients(ranks, ranks, None)
         again = self._core.send(
             replace(sent.call, recipients=recipients, requests=requests, deadline=deadline, replan=None)
         )
-        replies_now = dict(enumerate(sent.replies)) | dict(zip(lost, again.replies, strict=True))
-        self._sent = Sent(sent.call, list(replies_now.values()), again.epoch)
+        replies = dict(enumerate(sent.replies)) | dict(zip(lost, again.replies, strict=True))
+        self._latest = Arrivals(self._core, Sent(sent.call, list(replies.values()), again.epoch), self._cancelled)
         self._attempts += 1
         return True
+
+
+def _fetch(arrivals: Arrivals, ref: Any, deadline: Deadline) -> Any:
+    """Return the value of a reference that is here or will be soon, or raise the failure of the call."""
+    try:
+        (value,) = values([ref], deadline, arrivals.check_late)
+    except RayError as error:
+        raise arrivals.failure(error, deadline)  # noqa: B904  chained there
+    return value

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The members of NeMo RL's worker group, on top of the planning and sending of every call."""
 
-from asyncio import _get_running_loop
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ray import ObjectRef
 
 from .._membership.losses import note_known_dead
-from .._transport.replies import short_traceback
+from .._replies import short_traceback
 from .call import Call, send_call
 from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, make_plan, prepare_call, replicate
-from .results import ClassicFutures, MultiWorkerFuture, fetch
+from .results import MultiWorkerFuture, fetch
 from .view import AddressedWorkers, Target
 
 
 class ClassicCalls(AddressedWorkers):
-    """The members of NeMo RL's worker group. The group sets `_classic_futures`, the futures that the methods return."""
-
-    _classic_futures: ClassicFutures
+    """The members of NeMo RL's worker group."""
 
     @property
     def dp_size(self) -> int:
@@ -197,8 +194,8 @@ class ClassicCalls(AddressedWorkers):
             The results in order, as a flat list.
 
         Raises:
-            CallTimeoutError: a worker has not finished by the group's `Timeouts.call_s`, which counts from the call, or
-                from the last one of several; for ObjectRefs that the group did not make, from now.
+            CallTimeoutError: a worker has not finished by the deadline of the `Call`, or, for ObjectRefs, within the
+                group's `Timeouts.call_s` from now.
             WorkerFailureError: a worker was lost.
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
@@ -207,7 +204,7 @@ class ClassicCalls(AddressedWorkers):
                 return future_bundle.get_results(return_generators_as_proxies=return_generators_as_proxies)
             if not isinstance(future_bundle, MultiWorkerFuture):
                 future_bundle = MultiWorkerFuture(list(future_bundle))
-            return fetch(future_bundle, group=self._classic_futures, proxies=return_generators_as_proxies)
+            return fetch(future_bundle, core=self._target.core, proxies=return_generators_as_proxies)
 
     def _dispatch(
         self,
@@ -221,12 +218,9 @@ class ClassicCalls(AddressedWorkers):
         *,
         queues: bool = False,
     ) -> Call:
-        """Send a call, and remember when its futures were made.
-
-        With `queues`, a call of an event loop that has to wait is sent later; otherwise it is refused.
-        """
+        """Send a call. With `queues`, one of an event loop that has to wait is sent later; otherwise it is refused."""
         # The deaths that a user's `ray.get` of earlier futures has met: then this call raises or repairs them.
-        note_known_dead(target.core, recipients.called, self._classic_futures.has_any_of)
+        note_known_dead(target.core, recipients.called)
         common = common_kwargs or {}
         method = target.core.described.worker_class.find(method_name)
         if both := sorted(set(kwargs) & set(common)):
@@ -235,7 +229,4 @@ class ClassicCalls(AddressedWorkers):
         call = prepare_call(
             target.core, method, recipients, args, named, CallOptions(), column=column, sharding=target.sharding
         )
-        sent = send_call(target.core, self, call, queues=queues)
-        if not queues or _get_running_loop() is None:
-            self._classic_futures.add(sent.futures, method.name, call.began)
-        return sent
+        return send_call(target.core, self, call, queues=queues)

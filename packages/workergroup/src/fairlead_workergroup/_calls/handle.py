@@ -89,15 +89,11 @@ class GroupHandle(TypedCalls):
     process that made the group is busy or stopped.
 
     `call`, `at`, `with_options` and `map` are those of the group. Only the process that made the group restarts it and
-    ends it, so `retries` is refused, and its timeouts and its defaults of `map` do not apply. Before each call, and
-    once before a `map`, the handle reads on the group's board whether workers have been replaced. If so, it finds the
-    new ones first.
+    ends it, so `retries` is refused, and its timeouts and its defaults of `map` do not apply.
 
-    Each call carries the epoch that it was planned for, and a worker in another epoch refuses it without running it.
-    Then taking the results raises `StaleGroupError`, which says which ranks have run the call and which have refused
-    it, and cancels the rest. So does a call that meets a worker while it is being restarted. The handle reads the
-    present workers first, so that the call can be made again. This may take a few seconds more than the timeout of the
-    call.
+    A call runs in one epoch of the group. If it meets a restart or a resize, taking its results cancels the rest and
+    raises `StaleGroupError`, which says which ranks have run it and which have refused it. This may take a few seconds
+    more than the timeout of the call. Make the call again then: it reaches the present workers.
 
     Calls of several processes reach the workers in no common order, so all calls with collectives have to come from one
     process. On an event loop, a call blocks the loop for the request to the board, about a millisecond.
@@ -154,22 +150,17 @@ class GroupHandle(TypedCalls):
         """
         core = self._connect()
         with head_deadline(HEAD_S):
-            core.read_again()
+            core.renew()
             return read_statuses(core, stuck_after_s)
 
     def _connect(self) -> "_ClientCore":
         """Return the core of this process, which is made at the first use."""
-        if (core := self._core) is not None and core.connected:
-            return core
         with self._lock:
-            if (core := self._core) is not None and core.connected:
-                return core  # another thread has just made it
-            self._identity.connect()
-            with head_deadline(HEAD_S):
-                group = self._identity.read()
-                core = _ClientCore(self._identity, group, self._lock)
-            self._core = core
-        return core
+            if self._core is None or not self._core.connected:
+                self._identity.connect()
+                with head_deadline(HEAD_S):
+                    self._core = _ClientCore(self._identity, self._identity.read(), self._lock)
+            return self._core
 
 
 def attach(name: str, address: str | None = None) -> GroupHandle:
@@ -215,11 +206,8 @@ class _ClientCore(Core):
         with contextlib.suppress(WorkerGroupError, PlacementError):
             self.renew()
         now = self.now
-        replaced = [
-            one.rank
-            for one in lost
-            if not now.has([one.rank]) or one.rank in now.restarting or now.members[one.rank].lost is None
-        ]
+        still_lost = {member.rank for member in now.members if member.lost is not None} - set(now.restarting)
+        replaced = [failure.rank for failure in lost if failure.rank not in still_lost]
         if not replaced:
             return super().failure_error(lost)
         return StaleGroupError(
@@ -248,16 +236,11 @@ class _ClientCore(Core):
             elif answer[1] is not None:
                 self._adopt(read_groups([(board, answer[1])])[0])
 
-    def read_again(self) -> None:
-        """Read the group as it is published now."""
-        with self._reading:
-            self._adopt(self._identity.read())
-
     def _adopt(self, group: PublishedGroup) -> None:
         """Take over the members of a group as they are published."""
         now, state = self.now, group.state
-        handles = {one.actor_id: one.handle for one in now.members if one.handle is not None}
-        new = [one for one in state.members if one.pid and one.actor_id not in handles]
+        handles = {member.actor_id: member.handle for member in now.members if member.handle is not None}
+        new = [member for member in state.members if member.pid and member.actor_id not in handles]
         handles |= _find_actors(new, group.namespace)
         members = []
         for fresh in state.members:
@@ -276,17 +259,17 @@ class _ClientCore(Core):
         ]
         departed = dict(now.departed) | {member.rank: member for member in now.members}
         with self.turn:
-            self._by_actor.update((one.actor_id, one) for one in members)
+            self._by_actor.update((member.actor_id, member) for member in members)
             self.advance(
                 group_epoch=state.group_epoch,
                 sharding=state.sharding if resized else now.sharding,
                 members=tuple(members),
                 phase=state.phase,
                 restarting=state.restarting,
-                departed={rank: one for rank, one in departed.items() if rank >= len(members)},
+                departed={rank: member for rank, member in departed.items() if rank >= len(members)},
                 resizes=(*now.resizes, *resized),
             )
-            self.handles[:] = [one.handle for one in members]
+            self.handles[:] = [member.handle for member in members]
         self._group = group
 
 

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The distribution of many items over few workers, one worker for each item."""
 
-import logging
 import math
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from .. import _world
+from .._arguments import Arguments
 from .._membership.core import Core
 from .._observe.progress_bar import Bar
-from .._transport.arguments import Arguments
-from .._transport.wait import Waiter
+from .._replies import wait_for_news
 from .._world import Deadline
 from ..exceptions import CallTimeoutError, StaleGroupError, WorkerFailureError
-from .arrivals import cancel
-from .call import Call, send_call
+from .call import Call
 from .plan import CallOptions, Recipients, prepare_call
-
-logger = logging.getLogger(__name__)
+from .results import cancel, check_late
 
 Strategy = Literal["round_robin", "least_loaded"] | Callable[[Sequence[int]], int]
 
@@ -54,6 +53,7 @@ class _Item(NamedTuple):
     position: int
     value: Any
     rank: int
+    began: float
     deadline: Deadline
 
 
@@ -103,24 +103,23 @@ class ItemMap:
         self._failed = False
         self._again: deque[tuple[int, Any]] = deque()
         self._losses: Counter[int] = Counter()
-        self._is_closed = False
 
-    async def results(self, on: Waiter) -> AsyncGenerator[Any]:
+    def results(self, turn_s: float | None) -> Generator[list[Any]]:
         """Yield results; raise the error of an item in its turn."""
         done = 0
         try:
             with Bar(f"Mapping {self._method.name}", self._total) as bar:
-                while await self._fill(on):
+                while self._fill():
                     if not self._news:
-                        await self._wait_for_news(on)
+                        yield from self._wait_for_news(turn_s)
                     done += len(self._news)
                     bar.show(done)
                     for value in self._take_ready():
                         if isinstance(value, _Failure):
                             raise value.error
-                        yield value
+                        yield [value]
         finally:
-            await on.apart(self._close)
+            self._close()
 
     def _take_ready(self) -> list[Any]:
         """Return the results and failures whose turn has come."""
@@ -134,7 +133,7 @@ class ItemMap:
             self._next += 1
         return ready
 
-    async def _fill(self, on: Waiter) -> bool:
+    def _fill(self) -> bool:
         """Send items while a worker has room; return whether an item is unfinished."""
         while self._again or (self._taken < self._next + self._window and not self._failed):
             if (rank := self._choose()) is None:
@@ -147,7 +146,7 @@ class ItemMap:
                 except StopIteration:
                     break
                 position, self._taken = self._taken, self._taken + 1
-            await self._send(position, value, rank, on)
+            self._send(position, value, rank)
         return bool(self._sent or self._news)
 
     def _choose(self) -> int | None:
@@ -158,66 +157,51 @@ class ItemMap:
         elif strategy == "least_loaded":
             rank = min(ranks, key=self._loads.__getitem__)
         else:
-            at = strategy(tuple(self._loads.values()))
-            if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(ranks):
+            index = strategy(tuple(self._loads.values()))
+            if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(ranks):
                 raise ValueError(
-                    f"the load balancing strategy returned {at!r}; it must return which of {len(ranks)} workers gets "
-                    "the next item"
+                    f"the load balancing strategy returned {index!r}; it must return which of {len(ranks)} workers "
+                    "gets the next item"
                 )
-            rank = ranks[at]
+            rank = ranks[index]
         return rank if self._loads[rank] < self._options.max_in_flight else None
 
-    async def _send(self, position: int, value: Any, rank: int, on: Waiter) -> None:
+    def _send(self, position: int, value: Any, rank: int) -> None:
         each = self._options.each
         timeout_s = self._core.call_timeout_s if each.timeout is None else each.timeout
-        item = _Item(position, value, rank, Deadline.after(timeout_s))
-
-        def send() -> None:
-            recipients = Recipients([rank], [rank], None)
-            planned = prepare_call(self._core, self._method, recipients, [value], {}, each)
-            call = send_call(self._core, self._owner, planned, blocks=True)
-            self._sent[call] = item
-            if self._is_closed:  # the task was cancelled meanwhile, and this thread was not
-                call.cancel()
-
+        item = _Item(position, value, rank, _world.current.now(), Deadline.after(timeout_s))
         try:
-            await on.apart(send)
+            call = prepare_call(self._core, self._method, Recipients([rank], [rank], None), [value], {}, each)
+            self._sent[Call(self._core, self._owner, call, self._core.send(call))] = item
         except StaleGroupError:  # a resize has removed the rank; the items that it has are finished there
             del self._loads[rank]
             if not self._loads:
                 raise
             self._again.appendleft((position, value))
         except WorkerFailureError as error:
-            self._handle_loss(item, error)
+            self._fail(item, error)
         else:
             self._turn += 1
             self._loads[rank] += 1
 
-    async def _wait_for_news(self, on: Waiter) -> None:
+    def _wait_for_news(self, turn_s: float | None) -> Generator[list[Any]]:
         """Wait until an item has finished, and note all that have finished by then."""
         self._core.connection.check()  # a wait would start another Ray
         calls, oldest = {call.futures[0]: call for call in self._sent}, next(iter(self._sent))
+        item = self._sent[oldest]
+        check = partial(check_late, self._core, self._method.name, item.began, oldest.futures)
         try:
-            news = await on.some(list(calls), self._sent[oldest].deadline, self._check_late)
+            news = yield from wait_for_news(list(calls), item.deadline, check, turn_s)
         except CallTimeoutError as error:
-            self._fail(oldest, error)
+            self._fail(self._release(oldest), error)
             return
         for call in sorted((calls[reply] for reply in news), key=lambda call: self._sent[call].position):
             try:
-                result = call.result() if on.blocks else await call
+                result = call.result()
             except Exception as error:  # noqa: BLE001  any exception of the worker
-                self._fail(call, error)
+                self._fail(self._release(call), error)
             else:
                 self._news.append((self._release(call).position, result))
-
-    def _check_late(self, deadline: Deadline) -> Deadline:
-        """Log what the worker of the oldest item is doing, or raise the error about it after the deadline."""
-        for outcome in next(iter(self._sent)).outcomes(timeout=0.0):
-            if type(outcome.error) is CallTimeoutError:
-                if deadline.passed:
-                    raise outcome.error
-                logger.warning("%s", outcome.error)
-        return deadline
 
     def _release(self, call: Call) -> _Item:
         item = self._sent.pop(call)
@@ -225,36 +209,25 @@ class ItemMap:
             self._loads[item.rank] -= 1
         return item
 
-    def _fail(self, call: Call, error: Exception) -> None:
+    def _fail(self, item: _Item, error: Exception) -> None:
         """Note the error of an item, or send it again. After a failure that is to be raised, send no more."""
-        item = self._release(call)
+        note = f"item {item.position} of map({self._method.name!r})"
         if isinstance(error, WorkerFailureError):
-            self._handle_loss(item, error)
-            return
-        error.add_note(f"item {item.position} of map({self._method.name!r})")
+            self._loads.pop(item.rank, None)
+            self._losses[item.position] += 1
+            losses = self._losses[item.position]
+            if self._options.move_items and self._loads and losses < MOST_LOSSES:
+                self._again.append((item.position, item.value))
+                return
+            note += f"; workers lost with it: {losses}"
+        error.add_note(note)
+        if not self._loads:
+            raise error
         self._failed |= not self._options.return_exceptions
         self._news.append((item.position, error if self._options.return_exceptions else _Failure(error)))
 
-    def _handle_loss(self, item: _Item, error: WorkerFailureError) -> None:
-        """Move the item of a lost worker to the others, if there are any and the options allow it."""
-        self._loads.pop(item.rank, None)
-        self._losses[item.position] += 1
-        if self._options.move_items and self._loads and self._losses[item.position] < MOST_LOSSES:
-            self._again.append((item.position, item.value))
-            return
-        position = item.position
-        if raises := not self._options.return_exceptions or not self._loads:
-            # Its later items were lost with it, and may be known first.
-            position = min([position, *(one.position for one in self._sent.values() if one.rank == item.rank)])
-        losses = max(1, self._losses[position])
-        error.add_note(f"item {position} of map({self._method.name!r}); workers lost with it: {losses}")
-        if raises:
-            raise error
-        self._news.append((position, error))
-
     def _close(self) -> None:
         """Cancel the unfinished items."""
-        self._is_closed = True  # first: an item that another thread is sending is cancelled here or there
         sent, self._sent = self._sent, {}
         if not self._core.connected:
             return

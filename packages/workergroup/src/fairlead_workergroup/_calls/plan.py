@@ -7,23 +7,20 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from ray import ObjectRef
 
 from fairlead_sharding import NamedSharding
 
 from .. import _world
-from .._membership.core import Core
-from .._model import Resize
+from .._arguments import Arguments, Gathered, NotPicklableError, PassedOn, PerWorker, Shard, is_inlined
+from .._membership.core import Core, PlannedCall
+from .._replies import Request
 from .._start.worker_class import Method
-from .._transport.arguments import Arguments, Gathered, NotPicklableError, PassedOn, PerWorker, Shard, is_inlined
-from .._transport.replies import Request
 from .._world import NEVER, Deadline, check_timeout
 from ..exceptions import StaleGroupError
 
 Axes = str | Iterable[str] | None
-
-# How many rows the text of an explanation has at most: the first and the last ones.
+# The workers that an explanation shows.
 MOST_ROWS = 40
 
 
@@ -96,49 +93,6 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The workers that one `at` selects."""
-
-    coords: Mapping[str, int | slice]  # counted from the first one, by axis
-    largest: Mapping[str, int]  # the largest coordinate along each axis that the group has to have
-
-    def apply(self, mesh: Mesh, resizes: Sequence[Resize]) -> Mesh:
-        """Return the mesh of the selected workers; raise `StaleGroupError` if the group lacks one of them now."""
-        for axis, largest in self.largest.items():
-            size = mesh.sharding.get_axis_size(axis)
-            if largest >= size:
-                shrinks = [one for one in resizes if one.axis == axis and one.after < one.before]
-                # The coordinate of a view of a view counts from the first one of that view.
-                went = [one for one in shrinks if one.after <= largest < one.before] or shrinks
-                raise StaleGroupError(
-                    f"This view needs {axis}={largest}, which the group does not have any more: it was resized "
-                    f"{went[-1]}. The view works again when the group has grown.",
-                    went[-1].epoch,
-                )
-        return mesh.at(dict(self.coords))
-
-
-def select(mesh: Mesh, coords: Mapping[str, int | slice]) -> Selection:
-    """Return the selection of valid coordinates, without those that are counted from the end.
-
-    >>> select(Mesh(NamedSharding.from_shape(dp=4)), {"dp": slice(-3, None)})
-    Selection(coords={'dp': slice(1, None, 1)}, largest={'dp': 1})
-    """
-    fixed: dict[str, int | slice] = {}
-    largest: dict[str, int] = {}
-    for axis, value in coords.items():
-        size = mesh.sharding.get_axis_size(axis)
-        if not isinstance(value, slice):
-            fixed[axis] = largest[axis] = value % size
-            continue
-        start, stop, step = value.indices(size)
-        is_open = value.stop is None if step > 0 else stop < 0
-        fixed[axis] = slice(start, None if is_open else stop, step)
-        largest[axis] = start if is_open else max(range(start, stop, step))
-    return Selection(fixed, largest)
-
-
-@dataclass(frozen=True)
 class Column:
     """The values of one argument for all called workers."""
 
@@ -153,7 +107,7 @@ class Column:
         """Return the values of `count` called workers in order."""
         if self.index is None:
             return [self.values[0]] * count
-        return [None if at < 0 else self.values[at] for at in self.index]
+        return [None if index < 0 else self.values[index] for index in self.index]
 
 
 @dataclass(frozen=True)
@@ -169,35 +123,9 @@ class Recipients:
         """The positions of the workers that return a result, in the order of the results, and those of the others."""
         if self.returned == self.called:
             return list(range(len(self.called))), []
-        index = {rank: at for at, rank in enumerate(self.called)}
+        index = {rank: position for position, rank in enumerate(self.called)}
         wanted = [index[rank] for rank in self.returned if rank in index]
         return wanted, sorted(set(index.values()).difference(wanted))
-
-
-@dataclass(frozen=True, repr=False)
-class CallExplanation:
-    """The workers, pieces and results of a call that has not been made; its text is a table.
-
-    Attributes:
-        summary: a sentence with the numbers of called workers, stored values and results.
-        header: the names of the columns.
-        rows: one row for each worker that would be called, by ascending rank.
-    """
-
-    summary: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def __str__(self) -> str:
-        half = MOST_ROWS // 2
-        dots = (("...",) * len(self.header),)
-        rows = self.rows if len(self.rows) <= MOST_ROWS else (*self.rows[:half], *dots, *self.rows[-half:])
-        lines = [self.header, *rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
-        shown = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
-        return "\n".join([self.summary, *shown])
-
-    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -219,52 +147,41 @@ class CallPlan(Recipients):
         self.mesh.check(shard.axes)
         if uncalled := [axis for axis in shard.axes if axis in self.coordinate_0]:
             raise ValueError(f"cannot be split along {uncalled}, of which only coordinate 0 is called")
-        layout = self.mesh.sharding.plan(in_sharded_axes=shard.axes)
-        n_pieces = layout.n_pieces
+        others = [axis for axis in self.mesh.sharding.names if axis not in (*shard.axes, *self.coordinate_0)]
+        layout = self.mesh.sharding.plan(in_sharded_axes=shard.axes, replicate_on_axes=others)
         if isinstance(shard.values, PassedOn):
             pieces = shard.values.as_arguments()
-            if len(pieces) != n_pieces:
-                raise ValueError(f"{len(pieces)} results, but {n_pieces} pieces along {list(shard.axes)}")
+            if len(pieces) != layout.n_pieces:
+                raise ValueError(f"{len(pieces)} results, but {layout.n_pieces} pieces along {list(shard.axes)}")
         else:
             try:
                 pieces = layout.pieces(shard.values)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{error} {_explain_shard(self.mesh, shard)}") from None
-        return Column(pieces, _piece_index(self.mesh, shard.axes, self.coordinate_0))
-
-    def explain(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallExplanation:
-        """Return what a call with this plan would do. Nothing is stored or called."""
-        columns = make_columns(method, args, kwargs, self.column)
-        names = [f"argument {at}" for at in range(len(args))] + list(kwargs)
-        arguments = list(zip([*args, *kwargs.values()], columns, strict=True))
-        order = {rank: str(at) for at, rank in enumerate(self.returned)}
-        coords = self.mesh.coords
-        rows = []
-        for at, rank in enumerate(self.called):
-            gets = [_describe(value, column, at) for value, column in arguments]
-            place = (str(coords[rank][name]) for name in self.mesh.names)
-            rows.append((str(rank), *place, *gets, order.get(rank, "no")))
-        values = [method.function, *(value for _, column in arguments for value in column.values)]
-        stored = {id(value) for value in values if not (_is_reference(value) or is_inlined(value))}
-        summary = (
-            f"{method.name}: {len(self.called)} of {len(coords)} workers called, {len(stored)} value(s) stored, "
-            f"{len(self.returned)} result(s)"
-        )
-        return CallExplanation(summary, ("rank", *self.mesh.names, *names, "result"), tuple(rows))
+        return Column(pieces, layout.piece.tolist())
 
 
-def _describe(value: Any, column: Column, at: int) -> str:
-    if isinstance(value, Shard):
-        return f"piece {0 if column.index is None else column.index[at]}"
-    if isinstance(value, PerWorker):
-        return "its own"
-    if _is_reference(value):
-        return "by reference"
-    return "with the call" if is_inlined(value) else "the same"
-
-
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, (ObjectRef, PassedOn))
+def explain_plan(plan: CallPlan, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return what a call with a plan would do, as a table. Nothing is stored or called."""
+    columns = make_columns(method, args, kwargs, plan.column)
+    places = {rank: str(place) for place, rank in enumerate(plan.returned)}
+    coords = plan.mesh.coords
+    values = [method.function, *(value for column in columns for value in column.values)]
+    stored = {id(value) for value in values if not (isinstance(value, (ObjectRef, PassedOn)) or is_inlined(value))}
+    names = [f"argument {index}" for index in range(len(args))] + list(kwargs)
+    lines = [["rank", *plan.mesh.names, *names, "result"]]
+    for index, rank in enumerate(plan.called[:MOST_ROWS]):
+        pieces = ["the same" if column.index is None else f"piece {column.index[index]}" for column in columns]
+        lines.append([str(rank), *map(str, coords[rank].values()), *pieces, places.get(rank, "no")])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
+    if len(plan.called) > MOST_ROWS:
+        shown.append(f"and {len(plan.called) - MOST_ROWS} other workers")
+    summary = (
+        f"{method.name}: {len(plan.called)} of {len(coords)} workers called, {len(stored)} value(s) stored, "
+        f"{len(plan.returned)} result(s)"
+    )
+    return "\n".join([summary, *shown])
 
 
 def _explain_shard(mesh: Mesh, shard: Shard) -> str:
@@ -288,7 +205,7 @@ def column_per_worker(values: Any, count: int) -> Column:
         raise TypeError(f"it must be a list with a value per worker called, got {type(values).__name__}")
     if len(values) != count:
         raise ValueError(f"it has {len(values)} values, but {count} workers are called: give one for each, by rank")
-    return Column([values[at] for at in range(count)], range(count))
+    return Column([values[index] for index in range(count)], range(count))
 
 
 def replicate(value: Any) -> Column:
@@ -306,41 +223,44 @@ def make_columns(
     """Return the arguments of a call as columns, those by name last; errors name the argument and the method."""
     method.check(len(args), tuple(kwargs))
     columns = []
-    for at, value in enumerate((*args, *kwargs.values())):
+    for index, value in enumerate((*args, *kwargs.values())):
         try:
             column = value if isinstance(value, Column) else make(value)
             columns.append(column if prepare is None else column.map(prepare))
         except (TypeError, ValueError) as error:
             if type(error) not in (TypeError, ValueError, NotPicklableError):  # raised by a class of the user
                 raise
-            name = list(kwargs)[at - len(args)] if at >= len(args) else method.parameter(at)
+            name = list(kwargs)[index - len(args)] if index >= len(args) else method.parameter(index)
             kind = ValueError if type(error) is ValueError else TypeError
             raise kind(f"argument {name!r} of {method.name!r}: {error}") from None
     return columns
 
 
 def make_requests(
-    method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str]
+    method: Method, recipients: Recipients, columns: Sequence[Column], names: Sequence[str], epoch: int | None = None
 ) -> Sequence[Request]:
-    """Return the request to each recipient in order; the last columns are the keyword arguments of these names."""
+    """Return the request to each recipient in order; the last columns are the keyword arguments of these names.
+
+    A worker in another epoch than the given one refuses the request.
+    """
     gathers = any(isinstance(value, Gathered) for column in columns for value in column.values)
     is_same = recipients.answers is None and not gathers and all(column.index is None for column in columns)
     count, positional = 1 if is_same else len(recipients.called), len(columns) - len(names)
     rows = zip(*(column.expand(count) for column in columns), strict=True) if columns else [()] * count
     requests = []
     for row, answers in zip(rows, recipients.answers or [True] * count, strict=True):
-        how: dict[str, Any] = {}
+        how: dict[str, Any] = {} if epoch is None else {"epoch": epoch}
         args, kwargs = list(row[:positional]), dict(zip(names, row[positional:], strict=True))
         if gathers:
             how["plan"], *args = _flatten(args, kwargs)
             kwargs = {}
         if not answers:
             how["silent"] = True
-        requests.append(make_request(method, how, args, kwargs))
+        requests.append(_make_request(method, how, args, kwargs))
     return requests * len(recipients.called) if is_same else requests
 
 
-def make_request(method: Method, how: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Request:
+def _make_request(method: Method, how: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Request:
     """Return the request that runs a method, or the function in its place, as `how` says; see `_fairlead_begin`."""
     if method.function is not None:
         how = {"function": True, **how}
@@ -350,38 +270,6 @@ def make_request(method: Method, how: dict[str, Any], args: Sequence[Any], kwarg
     if method.result == "items" and "silent" not in how:  # Ray streams only from generator methods
         return Request("_fairlead_iterate", [how, *args], kwargs, method.backpressure)
     return Request("_fairlead_call", [how, *args], kwargs)
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedCall:
-    """A call that is ready to be sent, now or later."""
-
-    method: Method  # or the function in its place
-    recipients: Recipients
-    requests: Sequence[Request]  # to each recipient
-    began: float  # when its caller made it
-    deadline: Deadline  # of its results
-    options: CallOptions = field(default_factory=CallOptions)
-    sharding: NamedSharding | None = None  # the axes that it was planned on; None if its ranks were given by number
-    is_hook: bool = False  # whether it belongs to the change that is under way, and does not wait for it
-    # Plans the same call on the present axes; None if its values fit one size of the group only.
-    replan: "Callable[[], PlannedCall] | None" = None
-
-    @property
-    def called(self) -> Sequence[int]:
-        """The ranks that it reaches."""
-        return self.recipients.called
-
-    def requests_with(self, conditions: dict[str, Any]) -> Sequence[Request]:
-        """Return the request to each of the ranks, with more conditions of how it is run."""
-        method, requests = self.method, []
-        for request in self.requests if conditions else ():
-            if request.method.startswith("_fairlead_"):
-                how, *args = request.args
-                requests.append(request._replace(args=[{**how, **conditions}, *args]))
-            else:
-                requests.append(make_request(method, conditions, request.args, request.kwargs))
-        return requests or self.requests
 
 
 def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -394,8 +282,8 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     flat: list[Any] = []
     for name, value in (*((None, value) for value in args), *kwargs.items()):
         is_list = isinstance(value, Gathered)
-        plan.append((name, len(value.refs) if is_list else None))
-        flat.extend(value.refs if is_list else [value])
+        plan.append((name, len(value) if is_list else None))
+        flat.extend(value if is_list else [value])
     return [plan, *flat]
 
 
@@ -430,13 +318,16 @@ def prepare_call(
     columns = make_columns(method, args, kwargs, column, prepare)
     if method.function is not None:
         columns = [Column([prepare(method.function)]), *columns]
-    call = replace(call, requests=make_requests(method, recipients, columns, names))
+    epoch = None if core.is_owner else core.now.group_epoch
+    call = replace(call, requests=make_requests(method, recipients, columns, names, epoch))
     if replan is None:
         return call
 
     def plan_again() -> PlannedCall:
         now, sharding = replan()
-        return replace(call, recipients=now, requests=make_requests(method, now, columns, names), sharding=sharding)
+        epoch = None if core.is_owner else core.now.group_epoch
+        requests = make_requests(method, now, columns, names, epoch)
+        return replace(call, recipients=now, requests=requests, sharding=sharding)
 
     return replace(call, replan=plan_again)
 
@@ -454,31 +345,16 @@ def make_plan(mesh: Mesh, options: CallOptions) -> CallPlan:
         raise ValueError(f"axes {both} cannot be collected: with first_along only their coordinate 0 is called")
     if discard and collect is not None:
         raise ValueError(f"discard=True returns no results, so there is nothing to collect along {list(collect)}")
-    sharding = mesh.sharding
-    ranks, is_called = sharding.layout.ravel(), sharding.leaders(*first)
-    returns = is_called & (not discard)
-    if collect is not None:
-        returns = sharding.leaders(*(axis for axis in sharding.names if axis not in collect))
-    returned = ranks[returns]
-    if collect is None:
-        returned = np.sort(returned)
-    elif collect:
-        returned = returned[np.argsort(sharding.piece_index(*collect)[returns])]
-    order = _sort_called(ranks, is_called)
-    answers = None if returns[order].all() else returns[order].tolist()
-    return CallPlan(ranks[order].tolist(), returned.tolist(), answers, mesh, first)
-
-
-@lru_cache(maxsize=64)
-def _piece_index(mesh: Mesh, axes: tuple[str, ...], first: tuple[str, ...]) -> list[int]:
-    """Return the number of the piece along `axes` for each called worker."""
-    sharding = mesh.sharding
-    order = _sort_called(sharding.layout.ravel(), sharding.leaders(*first))
-    pieces: list[int] = sharding.piece_index(*axes)[order].tolist()
-    return pieces
-
-
-def _sort_called(ranks: npt.NDArray[np.int64], is_called: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """Return the positions of the called ranks in layout order, by ascending rank."""
-    (called,) = np.nonzero(is_called)
-    return called[np.argsort(ranks[called])]
+    names = mesh.sharding.names
+    answering = names if collect is None else collect
+    plan = mesh.sharding.plan(
+        replicate_on_axes=[axis for axis in names if axis not in first],
+        output_is_replicated=[axis for axis in names if axis not in answering],
+    )
+    called, returned, answers = plan.called.tolist(), plan.returned, plan.answers
+    if collect:
+        pieces = mesh.sharding.plan(in_sharded_axes=collect)
+        returned = pieces.called[np.argsort(pieces.piece)]
+    if discard:
+        returned, answers = returned[:0], np.zeros_like(answers)
+    return CallPlan(called, returned.tolist(), None if answers.all() else answers.tolist(), mesh, first)

@@ -7,13 +7,13 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
 
+from .._arguments import PerWorker, Shard
 from .._membership.core import Core
-from .._transport.arguments import PerWorker, Shard
-from .._transport.wait import ResultStream
-from ..exceptions import StaleGroupError
+from .._replies import ResultStream
+from ..exceptions import StaleGroupError, format_ranks
 from .call import Call, send_call
 from .map import ItemMap, MapOptions, Strategy
-from .plan import Axes, CallExplanation, CallOptions, CallPlan, Mesh, Selection, make_plan, prepare_call, select
+from .plan import Axes, CallOptions, CallPlan, Mesh, explain_plan, make_plan, prepare_call
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -41,19 +41,25 @@ class Target:
     sharding: NamedSharding  # the axes of the whole group that the mesh was made from
     map_options: MapOptions
     options: CallOptions | None = None  # those that `with_options` has set
-    path: tuple[Selection, ...] = ()  # from the group to these workers
+    path: tuple[dict[str, int | slice], ...] = ()  # the coordinates of each view on the way from the group to these
 
     def at(self, coords: dict[str, int | slice]) -> "Target":
         """Return the target of the workers at some coordinates."""
-        mesh = self.mesh.at(coords)
-        return replace(self, mesh=mesh, path=(*self.path, select(self.mesh, coords)))
+        return replace(self, mesh=self.mesh.at(coords), path=(*self.path, coords))
 
     def follow(self) -> "Target":
-        """Return the same workers on the present axes of the group; raise `StaleGroupError` if it lacks some."""
+        """Return the workers at the same coordinates on the present axes of the group."""
         now = self.core.now
         mesh = Mesh(now.sharding)
-        for selection in self.path:
-            mesh = selection.apply(mesh, now.resizes)
+        try:
+            for coords in self.path:
+                mesh = mesh.at(coords)
+        except (IndexError, ValueError) as error:
+            last = now.resizes[-1]
+            raise StaleGroupError(
+                f"{error} The group was resized {last}. This view works again when the group has grown.",
+                last.epoch,
+            ) from None
         return replace(self, mesh=mesh, sharding=now.sharding)
 
     def call(
@@ -228,9 +234,8 @@ class GroupView(AddressedWorkers):
 
     `at` and `with_options` return it. It holds no resources, and ends with its group.
 
-    A view follows the resizes of its group: it keeps its coordinates, and a slice without an end, such as
-    `slice(1, None)`, includes the coordinates that are added. While the group lacks one of its coordinates, everything
-    that needs the workers raises `StaleGroupError`.
+    A view follows the resizes of its group: it has the workers that its coordinates and slices select on the present
+    axes. While there are none, everything that needs the workers raises `StaleGroupError`.
     """
 
     def __init__(self, group: object, target: Target) -> None:
@@ -242,15 +247,10 @@ class GroupView(AddressedWorkers):
         return self._group
 
     def __repr__(self) -> str:
-        try:
-            target = self._target
-        except StaleGroupError as error:
-            return f"GroupView({self._own_target.core.name_prefix!r}, {error})"
-        ranks = target.mesh.ranks
-        options = "" if target.options is None else f", {target.options}"
+        target = self._own_target
         shape = {} if target.mesh.single else target.mesh.sharding.shape
-        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        return f"GroupView({target.core.name_prefix!r}, {shape}, ranks [{shown}]{options})"
+        options = "" if target.options is None else f", {target.options}"
+        return f"GroupView({target.core.name_prefix!r}, {shape}, ranks [{format_ranks(target.mesh.ranks)}]{options})"
 
     @property
     def ranks(self) -> list[int]:
@@ -283,13 +283,13 @@ class GroupView(AddressedWorkers):
         options, kwargs = split_options(self._own_target.options, kwargs)
         return self._find_target().call(self._group, method, options, args, kwargs)
 
-    def explain(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallExplanation:
+    def explain(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
         """Return what `call` with these arguments would do: pieces, stored values and results.
 
         Nothing is stored or called.
 
         Returns:
-            The explanation, which `print` shows as a table.
+            The text of a table with a line for each called worker, to be printed.
 
         Raises:
             AttributeError, TypeError, ValueError: as `call` does.
@@ -297,7 +297,7 @@ class GroupView(AddressedWorkers):
         options, kwargs = split_options(self._own_target.options, kwargs)
         target = self._target
         called = target.core.described.worker_class.method(method)
-        return make_plan(target.mesh, options).explain(called, args, kwargs)
+        return explain_plan(make_plan(target.mesh, options), called, args, kwargs)
 
 
 def split_options(chosen: CallOptions | None, kwargs: dict[str, Any]) -> tuple[CallOptions, dict[str, Any]]:

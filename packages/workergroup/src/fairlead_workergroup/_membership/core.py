@@ -10,10 +10,11 @@ from typing import Any, ClassVar, TypeAlias
 
 from fairlead_sharding import NamedSharding
 
+from .. import _replies as replies
 from .. import _world
 from .._model import GroupState, Member, Place, RestartPolicy, describe_place
-from .._start.worker_class import Described
-from .._transport import replies
+from .._replies import Request
+from .._start.worker_class import Described, Method
 from .._world import Deadline, Event, wait_for_event
 from ..exceptions import CallTimeoutError, StaleGroupError, WorkerFailure, WorkerFailureError, WorkerGroupError
 
@@ -27,8 +28,29 @@ BROKEN = (
 )
 
 
-# Those of `_calls.plan` and `change`, which import this module.
-PlannedCall: TypeAlias = Any
+@dataclass(frozen=True, eq=False)
+class PlannedCall:
+    """A call that is ready to be sent, now or later; `_calls.plan` makes it."""
+
+    method: Method  # or the function in its place
+    recipients: Any  # its `Recipients`
+    requests: Sequence[Request]  # to each recipient
+    began: float  # when its caller made it
+    deadline: Deadline  # of its results
+    options: Any  # its `CallOptions`
+    sharding: NamedSharding | None = None  # the axes that it was planned on; None if its ranks were given by number
+    is_hook: bool = False  # whether it belongs to the change that is under way, and does not wait for it
+    # Plans the same call on the present axes; None if its values fit one size of the group only.
+    replan: "Callable[[], PlannedCall] | None" = None
+
+    @property
+    def called(self) -> Sequence[int]:
+        """The ranks that it reaches."""
+        ranks: Sequence[int] = self.recipients.called
+        return ranks
+
+
+# That of `change`, which imports this module.
 Changes: TypeAlias = Any
 
 
@@ -320,9 +342,8 @@ class Core:
             now = self.admit(call)
         if isinstance(now, list):
             return now
-        conditions: dict[str, Any] = {} if self.is_owner else {"epoch": now.group_epoch}
         handles = [now.members[rank].handle for rank in call.called]
-        return Sent(call, replies.submit(handles, call.requests_with(conditions)), now.group_epoch)
+        return Sent(call, replies.submit(handles, call.requests), now.group_epoch)
 
     # Errors.
 

@@ -15,6 +15,7 @@ from ray.exceptions import RayTaskError
 
 from fairlead_placement.extension import choose_alive, collect, head_deadline
 
+from .. import _replies as replies
 from .. import _world
 from .._model import Member
 from .._observe.head import dead_actors
@@ -22,7 +23,6 @@ from .._observe.query import WorkerLook, ask_nodes, find_killed
 from .._observe.remote_errors import explain_errors, explain_missing_module, remote_traceback
 from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
-from .._transport import replies
 from .._world import NEVER, Deadline
 from ..exceptions import FailureKind, StaleGroupError, WorkerFailure, WorkerStartError
 from .core import Core
@@ -146,7 +146,7 @@ def look_at_head(members: Collection[Member]) -> Losses:
     return killed | {member: member.failure("node-lost", "its node is lost") for member in lost}
 
 
-def note_known_dead(core: Core, ranks: Iterable[int], is_used: Any) -> None:
+def note_known_dead(core: Core, ranks: Iterable[int]) -> None:
     """Record deaths that a user's `ray.get` of futures has met, so that the next call raises them.
 
     A restart that is under way ends workers itself.
@@ -159,7 +159,6 @@ def note_known_dead(core: Core, ranks: Iterable[int], is_used: Any) -> None:
         and member.lost is None
         and member.rank not in now.restarting
         and is_known_dead(member.handle)
-        and is_used(member.actor_id)
     }
     if dead:
         core.note(explain(core, dead, LOOK_S).items())
@@ -216,7 +215,8 @@ def _look_at_nodes(members: Iterable[Member], within_s: float) -> Losses:
     """Return the workers whose processes have ended, from one request to each node; Ray may not know that yet."""
     started = [member for member in members if member.pid]
     ended = ask_nodes(started, find_ended, within_s=within_s, asks_head=False)
-    return {one: one.failure("killed", NOT_NOTICED) for one, has_ended in zip(started, ended, strict=True) if has_ended}
+    lost = (member for member, has_ended in zip(started, ended, strict=True) if has_ended)
+    return {member: member.failure("killed", NOT_NOTICED) for member in lost}
 
 
 def _ask_actors(core: Core, members: Iterable[Member], within_s: float) -> Losses:

@@ -20,6 +20,7 @@ from fairlead_placement.extension import actor_id_of, ask_head, group_pairs, hea
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
+from .._arguments import Arguments, NotPicklableError
 from .._model import GroupState, Member, Place, configure_ask
 from .._observe.board import ANSWER_S, Publication, actor_name
 from .._observe.progress_bar import Bar
@@ -43,7 +44,6 @@ from .._start.environment import (
     worker_environment,
 )
 from .._start.worker_class import Described, RayWorkerBuilder, WorkerClass, describe_class
-from .._transport.arguments import Arguments, NotPicklableError
 from .._world import Deadline
 from ..exceptions import WorkerFailure
 from .core import Core

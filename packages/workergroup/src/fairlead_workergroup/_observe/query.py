@@ -14,7 +14,7 @@ from fairlead_placement.extension import choose_alive, group_pairs, run_on_nodes
 from .._model import Member
 from .._remote.node import cancel_tasks, look_from_outside, read_records, read_verdicts
 from .._remote.stacks import find_innermost
-from .._transport.replies import task_of
+from .._replies import task_of
 from ..exceptions import LateWorker
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,11 @@ from ray.actor import ActorClass
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from .._arguments import Arguments, find_unpicklable
 from .._observe.head import read_placement_group
 from .._observe.remote_errors import explain_missing_module, remote_traceback
 from .._remote.describe import describe, kind_of, undecorate
 from .._remote.host import host_class
-from .._transport.arguments import Arguments, find_unpicklable
 from ..exceptions import WorkerStartError
 from .environment import check_concurrency, recursive_merge_options, worker_environment
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of calls. Small plain values travel with a call; every other value is stored once."""
 
-import contextlib
 import inspect
 import math
 import numbers
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -14,26 +12,16 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-_storing = threading.local()
+
+class _Mark:
+    """Stands for other values. Inside an argument it would reach the workers as it is."""
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"a {name} inside an argument is not replaced; make the whole argument the {name}")
 
 
-@contextlib.contextmanager
-def refuse_marks() -> Iterator[None]:
-    """Refuse to pickle marks on this thread: a mark inside an argument would reach workers as it is."""
-    _storing.arguments = True
-    try:
-        yield
-    finally:
-        _storing.arguments = False
-
-
-def _check_not_nested(mark: object) -> None:
-    if getattr(_storing, "arguments", False):
-        name = type(mark).__name__
-        raise TypeError(f"a {name} inside an argument is not split; make the whole argument the {name}")
-
-
-class PassedOn:
+class PassedOn(_Mark):
     """The values of workers that go to other workers without passing through the driver, such as a `Call`."""
 
     def as_argument(self) -> Any:
@@ -44,12 +32,9 @@ class PassedOn:
         """Return each value as an argument."""
         raise NotImplementedError
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} inside an argument cannot be passed on; make it an argument itself")
-
 
 @dataclass(frozen=True, init=False)
-class Shard:
+class Shard(_Mark):
     """An argument of which each worker gets the piece at its coordinates.
 
     Args:
@@ -73,13 +58,9 @@ class Shard:
         # `__dict__` bypasses the frozen dataclass.
         self.__dict__.update(values=values, axes=axes)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        _check_not_nested(self)
-        return type(self), (self.values, *self.axes)
-
 
 @dataclass(frozen=True)
-class PerWorker:
+class PerWorker(_Mark):
     """An argument with a separate value for each called worker.
 
     Attributes:
@@ -90,10 +71,6 @@ class PerWorker:
     """
 
     values: Sequence[Any] | PassedOn
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        _check_not_nested(self)
-        return type(self), (self.values,)
 
 
 # Ray stores an argument above 100 kB, and every argument after the first 10 MB of a task, once for each worker. This
@@ -127,11 +104,8 @@ def _size(value: Any) -> float:
     return 8 if value is None or isinstance(value, numbers.Number) else math.inf
 
 
-@dataclass(frozen=True)
-class Gathered:
+class Gathered(tuple[ObjectRef[Any], ...]):
     """An argument that is a list of objects which do not pass through the driver."""
-
-    refs: tuple[ObjectRef[Any], ...]
 
 
 @dataclass(eq=False)
@@ -154,13 +128,12 @@ class Arguments:
         return ref
 
     def _store(self, value: Any) -> ObjectRef[Any]:
-        with refuse_marks():
-            try:
-                return ray.put(value)
-            except RayError:
-                raise
-            except Exception as error:  # noqa: BLE001  pickling runs code of the value's own class
-                raise NotPicklableError(_explain_failure(value, error)) from None
+        try:
+            return ray.put(value)
+        except RayError:
+            raise
+        except Exception as error:  # noqa: BLE001  pickling runs code of the value's own class
+            raise NotPicklableError(_explain_failure(value, error)) from None
 
 
 def _explain_failure(value: Any, error: BaseException) -> str:
@@ -178,10 +151,10 @@ def find_unpicklable(value: Any, error: BaseException) -> tuple[str, Any, str]:
     path = ""
     for _ in range(5):
         parts = ((step, part, _pickling_error(part)) for step, part in _parts(value))
-        found = next(((step, part, failed) for step, part, failed in parts if failed is not None), None)
-        if found is None:
+        failing = next(((step, part, failed) for step, part, failed in parts if failed is not None), None)
+        if failing is None:
             break
-        step, value, error = found
+        step, value, error = failing
         path += step
     while error.__cause__ is not None:
         error = error.__cause__
@@ -194,7 +167,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         yield from ((f"[{key!r:.50}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"[{at}]", part) for at, part in enumerate(value))
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
     elif inspect.isfunction(value):
         closure = inspect.getclosurevars(value)
         named = [*closure.nonlocals.items(), *closure.globals.items()]
