@@ -42,8 +42,6 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
     `check` is called during the wait, and raises if that should end.
     """
     request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
-    # From outside, fairlead-inspect reads `wants`, `lacks`, `began` and `limit`.
-    wants = describe_asks(request.asks) + (f" for {request.name}" if request.name else "")
     began = time.monotonic()
     deadline, pause, ask_again_at = began + request.timeout_s, POLL_S[0], 0.0
     silent_s = SILENT_S
@@ -59,6 +57,8 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
             outcome = _refuse(request, nodes, verdict) if placed is None else placed
         if isinstance(outcome, Refusal) and waited >= ask_again_at:
             ask_again_at = waited + STATUS_S
+            # From outside, fairlead-inspect reads `wants`, `lacks`, `began` and `limit`.
+            wants = describe_asks(request.asks) + (f" for {request.name}" if request.name else "")
             outcome = _place_on_new_nodes(request, check, began) or outcome
             waited = time.monotonic() - began
         if not isinstance(outcome, Refusal):
