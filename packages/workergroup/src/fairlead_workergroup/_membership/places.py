@@ -160,8 +160,8 @@ def check_sharding(given: NamedSharding | None, world_size: int) -> NamedShardin
         raise TypeError(f"sharding_annotations must be a NamedSharding, got {type(given).__name__}")
     if given.size != world_size:
         raise ValueError(
-            f"sharding_annotations has {given.size} rank(s) {given.shape}, and the group has {world_size} worker(s): give "
-            "axes of that size, or workers_per_node for as many workers"
+            f"sharding_annotations has {given.size} rank(s) {given.shape}, and the group has {world_size} worker(s): "
+            "give axes of that size, or workers_per_node for as many workers"
         )
     if sorted(given.layout.ravel().tolist()) != list(range(world_size)):
         raise ValueError(f"sharding_annotations must hold the ranks 0 to {world_size - 1}, got {given!r}")
