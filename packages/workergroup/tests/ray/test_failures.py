@@ -26,6 +26,7 @@ from fairlead_workergroup import (
     Timeouts,
     WorkerFailureError,
     WorkerStartError,
+    current_worker,
 )
 from fairlead_workergroup.testing import kill
 
@@ -142,6 +143,25 @@ def test_all_dead_workers_are_named(three: RayWorkerGroup, how: str) -> None:
             assert failure.log in str(caught.value)
         assert "`restart_failed_workers()` starts them again" in str(caught.value)
     assert three.restart_failed_workers() == [0, 1, 2]
+
+
+def test_a_dead_worker_that_had_answered_is_named(three: RayWorkerGroup) -> None:
+    """The error of a call names each of its workers that is known to be dead, also one whose reply had come."""
+
+    def wait_on_the_last(worker: object) -> None:
+        time.sleep(60 * (current_worker().rank == 2))
+
+    pids = three.call("pid").result()
+    call = three.call(wait_on_the_last)
+    three.at(dp=slice(0, 2)).call("pid").result()  # so they have answered
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while any(status.state != "dead" for status in three.get_worker_status()):
+        assert time.monotonic() < deadline
+    with pytest.raises(WorkerFailureError) as caught:
+        call.result(timeout=60)
+    assert [failure.rank for failure in caught.value.failures] == [0, 1, 2]
 
 
 def test_shut_down(local_ray: None) -> None:
