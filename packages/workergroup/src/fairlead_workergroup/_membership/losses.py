@@ -190,8 +190,8 @@ def diagnose(
     lost = find_losses(core, failed, silent=silent, within_s=deadline.left(at_most=ENDED_S) or 0.0)
     if lost:
         # Others may be known to be dead although their replies have come, or cannot be read in time.
-        called = {replies.actor_of(ref) for ref in refs}
-        known_dead = ((member, member.lost) for member in core.now.members if member.actor_id in called)
+        actor_ids = {replies.actor_of(ref) for ref in refs}
+        known_dead = ((member, member.lost) for member in core.now.members if member.actor_id in actor_ids)
         lost |= {member: loss for member, loss in known_dead if loss is not None}
         failure = core.failure_error(core.note(sorted(lost.items(), key=lambda item: item[0].rank)))
         if isinstance(failure, StaleGroupError):  # the call was sent, so that any of them may have run it
