@@ -206,11 +206,13 @@ class Provisioner(Described):
 
         workers = [staged.workers[rank] for rank in ranks]
         names = [staged.state.members[rank].actor_name for rank in ranks]
+        if staged.lease is None:
+            self.publish()  # so that the process of the agent, for whose port the workers wait, starts before theirs
         with head_deadline(until.left()):
             create_actors(workers, staged.worker_class, names, add)
         members = {rank: made[rank] for rank in ranks}
         self.publish(members)
-        if staged.lease is None:  # its agent starts at the same time as the processes of the workers
+        if staged.lease is None:
             staged.lease = self._lease_port(staged.state.members[0].place.slot, until)
         return self._construct(staged, members, until)
 
