@@ -106,8 +106,7 @@ def launch(
         if starts_ray:
             made.callback(ray.shutdown)
         _connect(address, sharding.size * cpus_per_worker)
-        bundle = {"CPU": float(cpus_per_worker), **gpus}
-        nodes = read_nodes()
+        bundle, nodes = {"CPU": float(cpus_per_worker), **gpus}, read_nodes()
         cluster = RayVirtualCluster(
             _count_for_each_node(sharding.size, [count_bundles(bundle, node.total) for node in nodes]),
             name=name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2],
