@@ -170,7 +170,7 @@ def _links(stack: contextlib.ExitStack, source: RayWorkerGroup, target: RayWorke
 
 
 def _small_rows(slots: Any) -> Iterator[Row]:
-    source, target = _groups(slots, 600, (64, 64), dim=1)
+    source, target = _groups(slots, 600, (64, 64))
     version = itertools.count()
     with source, target, Link(source, target, source="weights", target="weights") as link:
         link.send(next(version))

@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-# The functions in which Fairlead waits, and their variables: what is wanted, what is missing, since when by
-# `time.monotonic`, and for how many seconds at most.
+# The functions in which Fairlead waits, each with the names of four variables: the request, what it lacks, the begin of
+# the wait in `time.monotonic`, and its limit in seconds. A name is empty if there is no such variable.
 FUNCTIONS = {
     "fairlead_placement/_reserve/wait.py reserve": ("wants", "lacks", "began", "limit"),
     "fairlead_placement/_nodes/ports.py lease_ports": ("", "", "began", "timeout_s"),
     "fairlead_workergroup/_membership/provision.py wait_started": ("name", "", "began", ""),
 }
-# What `reserve` says before it has looked is not there.
+# A variable that has no value yet does not match.
 _NUMBER = re.compile(r"\d[\d.e+-]*")
 
 

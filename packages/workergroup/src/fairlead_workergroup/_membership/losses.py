@@ -195,7 +195,7 @@ def diagnose(
         lost |= {member: loss for member, loss in known_dead if loss is not None}
         failure = core.failure_error(core.note(sorted(lost.items(), key=lambda item: item[0].rank)))
         if isinstance(failure, StaleGroupError):  # the call was sent, so that any of them may have run it
-            called = (core.find(replies.actor_of(ref)) for ref in refs)
+            called = map(core.find, actor_ids)
             failure = replace(failure, ran=tuple(sorted({member.rank for member in called if member is not None})))
         failure.__cause__ = next(iter(failed.values()), first)
         return failure
