@@ -107,7 +107,7 @@ class SlicePool(ClosesOnExit):
         with self._take_turn():
             slots = make_slots(self.config, self._reservation.ensure())
         with extension.head_deadline():
-            labels = {node.node_id: node.labels for node in extension.read_nodes(with_free=False)}
+            labels = {node.node_id: node.labels for node in extension.read_nodes()}
         return tuple(replace(slot, labels=labels.get(slot.node_id, {})) for slot in slots)
 
     def run(self, function: Function, /, *args: Any, **kwargs: Any) -> list[Any]:

@@ -131,7 +131,7 @@ class Reservation:
         if not self.leases:
             return 0
         with extension.head_deadline():
-            usable = {node.node_id for node in extension.read_nodes(with_free=False)} - self.dead - self.doubtful
+            usable = {node.node_id for node in extension.read_nodes()} - self.dead - self.doubtful
             lost = [
                 lease
                 for lease in self.leases

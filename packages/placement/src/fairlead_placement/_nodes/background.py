@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs functions on background threads, for as long as their callers wait, and longer; and events to wait for."""
 
+import _thread
 import contextlib
 import contextvars
 import math
-import os
 import queue
 import threading
 import time
@@ -18,10 +18,8 @@ from ..exceptions import PlacementError
 
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
-# The name of a thread, unless what it does has one of its own.
+# The name of a thread, unless its function has one of its own.
 IO = "fairlead-io"
-# A thread that has nothing to do waits for the next function, unless so many do. A request is quicker than its start.
-IDLE_KEPT = 4
 # A signal such as Ctrl-C is handled within this time.
 SIGNAL_S = 0.5
 
@@ -86,81 +84,45 @@ class Job(Generic[_T]):
         return self.future.result()
 
 
-class _Pool:
-    """The work for any thread, and a token for each thread that waits for some. A signal handler may use both."""
-
-    def __init__(self) -> None:
-        self.work: queue.SimpleQueue[tuple[str, Job[Any], Callable[..., Any], Sequence[Any]]] = queue.SimpleQueue()
-        self.idle: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-
-_pool = _Pool()
-os.register_at_fork(after_in_child=_pool.__init__)  # type: ignore[misc]  # a fork has no threads at first
-
-
-def run_in_thread(
-    function: Callable[..., _T], *args: Any, name: str = IO, on: object | None = None, when_idle: bool = False
-) -> Job[_T]:
+def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO, on: object | None = None) -> Job[_T]:
     """Call a function on a thread that never starts a Ray and does not keep the process alive; return the job.
+
+    Signal handlers and the garbage collector may call this at any moment, because it takes no lock and waits for
+    nothing. While the interpreter ends, it calls the function itself.
 
     Args:
         function: the function.
         args: its arguments.
-        name: the name of the thread until it returns.
+        name: the name of the thread.
         on: the connection to Ray without which the function is not called; None if it needs none.
-        when_idle: wait until a thread has nothing to do, and start none: the garbage collector may request that at any
-            moment. The function calls `claim_thread` before anything that takes time.
     """
     job: Job[_T] = Job(time.monotonic(), on)
-    if when_idle or claim_thread():
-        _pool.work.put((name, job, function, args))
-    else:
-        _call(job, function, *args)
-        job.over.set()
+    work = [function, *args]
+    try:
+        _thread.start_new_thread(_run, (job, name, work))
+    except RuntimeError:
+        _call(job, work)
     return job
 
 
-def claim_thread(*, is_needed: bool = True) -> bool:
-    """Have a thread wait for the next function; return whether there is one. Else the interpreter is ending.
+def _run(job: Job[Any], name: str, work: list[Any]) -> None:
+    threading.current_thread().name = name
+    never_connect()
+    _call(job, work)
 
-    If it is not needed yet, another function may use it before.
-    """
+
+def _call(job: Job[Any], work: list[Any]) -> None:
+    """Call a function with arguments, of which no reference is left when the job is over."""
+    function, *args = work
+    work.clear()
     try:
-        _pool.idle.get_nowait()
-    except queue.Empty:
-        try:
-            threading.Thread(target=_serve, name=IO, daemon=True).start()
-        except RuntimeError:
-            return False
-    if not is_needed:
-        _pool.idle.put(None)
-    return True
-
-
-def _call(job: Job[_T], function: Callable[..., _T], *args: Any) -> None:
-    try:
+        if job.on is not None and connection() != job.on:
+            raise PlacementError("Ray was shut down before a request was sent to its head. Connect to it again.")
         job.future.set_result(function(*args))
     except BaseException as error:  # noqa: BLE001  whoever waits raises it
         job.future.set_exception(error)
-
-
-def _serve() -> None:
-    never_connect()
-    me = threading.current_thread()
-    is_kept = True
-    while is_kept:
-        me.name, job, function, args = _pool.work.get()
-        try:
-            if job.on is not None and connection() != job.on:
-                raise PlacementError("Ray was shut down before a request was sent to its head. Connect to it again.")
-            job.future.set_result(function(*args))
-        except BaseException as error:  # noqa: BLE001  whoever waits raises it
-            job.future.set_exception(error)
-        me.name, over = IO, job.over
-        del job, function, args
-        if is_kept := _pool.idle.qsize() < IDLE_KEPT:
-            _pool.idle.put(None)
-        over.set()
+    del function, args
+    job.over.set()
 
 
 def run_each(function: Callable[[_Item], _T], items: Sequence[_Item], at_once: int) -> list[Future[_T]]:
@@ -174,7 +136,7 @@ def run_each(function: Callable[[_Item], _T], items: Sequence[_Item], at_once: i
     def serve() -> None:
         for job, context, item in left:  # `next` of a list's iterator is atomic
             if job.future.set_running_or_notify_cancel():
-                _call(job, context.run, function, item)
+                _call(job, [context.run, function, item])
 
     for _ in range(min(at_once, len(items))):
         run_in_thread(serve)

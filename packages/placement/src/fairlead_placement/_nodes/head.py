@@ -8,7 +8,7 @@ background thread, and may outlive the call. While one outlives it, requests lik
 import contextlib
 import contextvars
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import ray
@@ -159,11 +159,8 @@ def choose_alive(node_ids: Iterable[str], *, timeout_s: float | None = None) -> 
     return [node_id for node_id in node_ids if alive is None or node_id in alive]
 
 
-def read_nodes(*, with_free: bool = True) -> tuple[Node, ...]:
+def read_nodes() -> tuple[Node, ...]:
     """Return the nodes that are alive and not draining, in physical order.
-
-    Args:
-        with_free: whether to ask what is free on them; else all of it looks free.
 
     Raises:
         PlacementError: Ray is not running.
@@ -171,18 +168,21 @@ def read_nodes(*, with_free: bool = True) -> tuple[Node, ...]:
     """
     if not ray.is_initialized():
         raise PlacementError("Ray is not running in this process. Call init_ray() or ray.init() first.")
-    free = ask_head("read what is free on the nodes", free_per_node) if with_free else {}
-    leaving = ask_head("list the nodes that are draining", drain_deadlines)
+
+    def read() -> tuple[list[Any], Mapping[str, float], Mapping[str, Mapping[str, float]]]:
+        return ray.nodes(), drain_deadlines(), free_per_node()
+
+    rows, leaving, free = ask_head("list the nodes and what is free there", read)
     nodes = {
         row["NodeID"]: Node(
             node_id=row["NodeID"],
             ip=row["NodeManagerAddress"],
             total=row["Resources"],
             # A node that has just joined is listed before Ray knows what is free there. Until then, nothing is.
-            free=free.get(row["NodeID"], {}) if with_free else row["Resources"],
+            free=free.get(row["NodeID"], {}),
             labels=row.get("Labels") or {},
         )
-        for row in ask_head("list the nodes", ray.nodes)
+        for row in rows
         if row["Alive"] and row["NodeID"] not in leaving
     }
     ordered = sort_nodes({node_id: node_place(node) for node_id, node in nodes.items()})

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .._nodes.background import claim_thread, run_in_thread
+from .._nodes.background import run_in_thread
 from .._nodes.head import wait_until
 from .._ray_private import block_shutdown, connection
 
@@ -38,7 +38,6 @@ def release_when_dropped(owner: object, leak: Callable[[], str], release: Callab
         leak: returns the text of the warning, or "" if nothing is held.
         release: releases what is held. It is called in either case, also if the program has called it already.
     """
-    claim_thread(is_needed=False)  # which the callback must not do
     weakref.finalize(owner, _drop, [leak, release]).atexit = False
 
 
@@ -46,26 +45,20 @@ def wait_for_dropped(timeout_s: float) -> bool:
     """Wait until everything that has been dropped so far is returned, and return whether that was in time."""
     if not (last := [*_dropped]):
         return True
-    claim_thread(is_needed=False)  # a fork has none
     return wait_until(lambda: not last[-1], time.monotonic() + timeout_s)
 
 
 def _drop(functions: list[Callable[[], Any]]) -> None:
     _dropped.append(functions)
-    run_in_thread(_return_dropped, name="fairlead-finalizers", when_idle=True)
+    run_in_thread(_return_first, name="fairlead-finalizers")
 
 
-def _return_dropped() -> None:
-    """Return what has been dropped, one object after the other, unless another thread is about to."""
-    claim_thread()
-    while _dropped and _turn.acquire(blocking=False):
-        try:
-            if _dropped:
-                _release(*_dropped[0])
-                with block_shutdown():
-                    _dropped.popleft().clear()  # so that the resources are freed here
-        finally:
-            _turn.release()
+def _return_first() -> None:
+    """Return what was dropped first of all that is not returned yet. No two threads do so at once."""
+    with _turn:
+        _release(*_dropped[0])
+        with block_shutdown():
+            _dropped.popleft().clear()  # so that the resources are freed here
 
 
 def _release(leak: Callable[[], str], give_back: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .._model import ACCELERATOR_TYPE, PRECISION, check_positive
+from .._model import ACCELERATOR_TYPE, PRECISION, Node, check_positive
 from .._nodes.functions import run_tasks
 from .._nodes.head import head_deadline, read_nodes
 from .._plan.topology import accelerator_order
@@ -28,13 +28,20 @@ LEAST_S = 60.0
 NOT_SHARED = ("CPU", "object_store_memory", ACCELERATOR_TYPE)
 
 
-def slots_of(placed: Sequence[Reserved], capacity: int, *, timeout_s: float, check: Check = allow) -> tuple[Slot, ...]:
-    """Return the bundles of groups as slots in physical order; time and `check` are for the ids of accelerators."""
+def slots_of(
+    placed: Sequence[Reserved], capacity: int, known: Sequence[Node], *, timeout_s: float, check: Check = allow
+) -> tuple[Slot, ...]:
+    """Return the bundles of groups as slots in physical order; time and `check` are for the ids of accelerators.
+
+    The nodes are read again if those that are known, in physical order, lack one.
+    """
     accelerators: list[list[Accelerators]] = [[{}] * len(reserved.bundles) for reserved in placed]
     if any(bundle.keys() - {"CPU"} for reserved in placed for bundle in reserved.bundles):
         accelerators = accelerator_ids(placed, timeout_s=timeout_s, check=check)
-    nodes = {node.node_id: (position, node) for position, node in enumerate(read_nodes(with_free=False))}
-    if gone := {node_id for reserved in placed for node_id in reserved.node_ids} - nodes.keys():
+    used = {node_id for reserved in placed for node_id in reserved.node_ids}
+    present = known if used <= {node.node_id for node in known} else read_nodes()
+    nodes = {node.node_id: (position, node) for position, node in enumerate(present)}
+    if gone := used - nodes.keys():
         raise PlacementError(f"Node(s) {sorted(gone)} were lost while the cluster was being reserved. Try again.")
     ordered: list[tuple[tuple[object, ...], Slot]] = []
     for reserved, ids in zip(placed, accelerators, strict=True):
@@ -84,7 +91,7 @@ def read_slots(
     deadline = time.monotonic() + timeout_s
     with head_deadline(timeout_s):
         placed = read_placed(placement_groups, deadline=deadline)
-        return slots_of(placed, max_colocated_worker_groups, timeout_s=max(0.0, deadline - time.monotonic()))
+        return slots_of(placed, max_colocated_worker_groups, (), timeout_s=max(0.0, deadline - time.monotonic()))
 
 
 def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:

@@ -64,7 +64,7 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
         if not isinstance(outcome, Refusal):
             try:
                 left_s = max(LEAST_S, deadline - time.monotonic())
-                return slots_of(outcome, request.capacity, timeout_s=left_s, check=check)
+                return slots_of(outcome, request.capacity, nodes, timeout_s=left_s, check=check)
             except BaseException as error:
                 remove([reserved.group for reserved in outcome])
                 is_loss = isinstance(error, (ray.exceptions.RayError, PlacementError))  # of a node, most likely
