@@ -5,7 +5,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ._init import TAG
 from ._nodes.head import read_holders, read_nodes
 from ._show import draw_nodes
 from ._terminal import Output, add_command, attach, run_command
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with attach(address):
             nodes = read_nodes()
             # What jobs ask for, without the names that mark a node.
-            resources = {name for node in nodes for name in node.total if not name.startswith(("node:", TAG))}
+            resources = {name for node in nodes for name in node.total if not name.startswith("node:")}
             names = sorted(resources.difference(("memory", "object_store_memory")))
             output.print(draw_nodes(nodes, read_holders(), names, title=""))
         return 0

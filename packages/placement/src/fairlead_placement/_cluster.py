@@ -55,8 +55,7 @@ class RayVirtualCluster:
         segment_size: place logical nodes in groups of this many, each group on physical nodes of its own in one
             topology domain.
         node_resource_constraints: what else each bundle holds, per logical node.
-        label_selector: the nodes that may be used, in Ray's syntax: `{"key": "value"}`, `"!value"`, `"in(a,b)"`,
-            `"!in(a,b)"`.
+        label_selector: the labels, with their values, of the nodes that may be used.
         reserve_timeout_s: seconds to wait for resources that others hold, for Ray's head, and for nodes of an
             autoscaler, whatever it can add.
         wait_for_nodes_s: seconds to wait for nodes that are still joining.

@@ -2,10 +2,8 @@
 """Attaches to a Ray cluster, or starts one on this machine."""
 
 import contextlib
-import hashlib
 import logging
 import os
-import shlex
 import socket
 import sys
 from pathlib import Path
@@ -15,14 +13,12 @@ import ray
 
 from ._nodes.background import run_in_thread
 from ._nodes.head import CLIENT_REMEDY, refuse_client
-from ._ray_private import Raylet, cluster_file, connect_to_head, list_raylets
+from ._ray_private import cluster_file, connect_to_head, list_raylets
 from .exceptions import HeadTimeoutError, PlacementError
 
 logger = logging.getLogger(__name__)
 # A head answers within milliseconds. A busy one gets this long.
 ATTACH_S = 15.0
-# A cluster that `init_ray` started has a resource whose name begins with this.
-TAG = "fairlead-local-"
 _TOKEN = (
     "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token) as on the cluster's head"
 )
@@ -38,15 +34,16 @@ def init_ray(
     """Attach to the cluster that was named or announced, else start a local one.
 
     Without an address, that is the cluster that `RAY_ADDRESS` names, else the one that `ray start` of this user has
-    announced on this machine. Else it is the local one that an `init_ray` of this user has started last, with the same
-    `CUDA_VISIBLE_DEVICES` and `RAY_TMPDIR`, or a new one. One line says which it is and why. `init_ray` never joins the
-    private Ray of another program. It passes nothing of this process's environment to the cluster and does not modify
-    `os.environ`, in which Ray itself records that a local cluster uses token authentication.
+    announced on this machine, else a new one. One line says which it is and why. `init_ray` does not join the Ray that
+    another program has started for itself, unless `address` says so. It passes nothing of this process's environment to
+    the cluster and does not modify `os.environ`, in which Ray itself records that a local cluster uses token
+    authentication.
 
     Args:
         log_dir: where a local cluster keeps its logs and session files; Ray's own folder when None. The path must
             be short: Ray puts sockets below it, and a socket's path is limited to 107 bytes.
-        address: the `host:port` of the cluster to attach to; "local" always starts a new one. "auto" never starts one.
+        address: the `host:port` of the cluster to attach to; "local" always starts a new one. "auto" never starts one,
+            and takes the only Ray that this user runs on this machine if none is named or announced.
         num_cpus: CPUs of a new local cluster; None for those of the machine. One that runs already keeps its size.
         num_gpus: GPUs of a new local cluster; None for those of the machine.
 
@@ -57,7 +54,7 @@ def init_ray(
         ValueError: the address is not one.
         PlacementError: Ray is running in this process already and `address` names another cluster; the cluster at
             `address` cannot be reached, has no node on this machine, or wants a token that is not there. "auto" found
-            no cluster. The address or the connection of this process is one of Ray Client (`ray://`).
+            no cluster, or several. The address or the connection of this process is one of Ray Client (`ray://`).
         HeadTimeoutError: something listens at the address, but no Ray head answered there within 15 s.
     """
     refuse_client()
@@ -69,7 +66,7 @@ def init_ray(
         return ray.init(ignore_reinit_error=True, logging_level=logging.getLogger("ray").level)
     if address != "local" and (context := attach_to(address)) is not None:
         return context
-    options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": {local_tag(): 1}}
+    options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
     if log_dir is not None:
         Path(log_dir).mkdir(parents=True, exist_ok=True)
         options["_temp_dir"] = str(Path(log_dir).resolve())
@@ -87,20 +84,20 @@ def _say(line: str) -> None:
 
 
 def attach_to(
-    named: str | None, *, timeout_s: float | None = None, private: bool = False, **options: Any
+    named: str | None, *, timeout_s: float | None = None, find_token: bool = False, **options: Any
 ) -> Any | None:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
-    The head has `timeout_s` to answer; None is for `ATTACH_S`. With `private`, for commands, the token of the user is
-    taken for a cluster that was named too.
+    The head has `timeout_s` to answer; None is for `ATTACH_S`. With `find_token`, for commands, the token of the user
+    is taken for a cluster that was named too.
     """
     within_s = ATTACH_S if timeout_s is None else timeout_s
-    if (target := find_target(named, private=private)) is None:
+    if (target := find_target(named)) is None:
         return None
     address, reason, is_named = target
     which = f"{address}, which {reason}"
     try:
-        run_in_thread(connect_to_head, address, private or not is_named).result(within_s)
+        run_in_thread(connect_to_head, address, find_token or not is_named).result(within_s)
         context = ray.init(address=address, **options)
     except TimeoutError as error:
         raise HeadTimeoutError(
@@ -125,11 +122,11 @@ def attach_to(
     return context
 
 
-def find_target(named: str | None, *, private: bool = False) -> tuple[str, str, bool] | None:
+def find_target(named: str | None) -> tuple[str, str, bool] | None:
     """Return the cluster's address, where it is from, and if it was named; None if this process is to start a cluster.
 
-    It is the cluster that is named, that `RAY_ADDRESS` names, that is announced, or that `init_ray` has started with
-    the same visible devices. With `private`, for commands, "auto" also takes the only Ray that this user runs here.
+    It is the cluster that is named, that `RAY_ADDRESS` names, or that is announced. "auto" also takes the only Ray that
+    this user runs on this machine.
     """
     from_env = os.environ.get("RAY_ADDRESS") if named in (None, "auto") else None
     if from_env == "local" and named is None:
@@ -154,55 +151,18 @@ def find_target(named: str | None, *, private: bool = False) -> tuple[str, str, 
         is_mine, address = os.fstat(opened.fileno()).st_uid == os.getuid(), opened.read(300).strip()
         if is_mine and _answers(address):
             return address, f"`ray start` announced in {file}", False
-    if started := _list_clusters(local_tag()):
-        return started[-1].address, f"init_ray started in process {started[-1].starter}", False
     if may_start:
         return None
-    others = _list_clusters()
-    if private and len(others) == 1:
+    mine = {raylet.address: raylet for raylet in list_raylets() if raylet.user == os.getuid()}
+    others = [raylet for raylet in mine.values() if _answers(raylet.address)]
+    if len(others) == 1:
         return others[0].address, f"process {others[0].starter} started", False
-    missing = (
-        '"auto" found no Ray cluster that is named, announced, or started by init_ray with the same '
-        "CUDA_VISIBLE_DEVICES."
-    )
-    if private and others:
-        command, width = _read_command(), max(len(raylet.address) for raylet in others)
-        lines = (f"\n  {command} --address {raylet.address:{width}}  # process {raylet.starter}" for raylet in others)
-        raise PlacementError(
-            f"{missing} You run several on this machine, and one of these commands looks at each:{''.join(lines)}"
-        )
-    if private:
-        raise PlacementError(f"{missing} Run this on a node of the cluster, or add --address HOST:PORT.")
     listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
     raise PlacementError(
-        f"{missing} You run on this machine: {listed}. Pass the address of one, set RAY_ADDRESS, or start one with "
-        "`ray start --head`."
+        f'"auto" found no Ray cluster that is named or announced. You run on this machine: {listed}. Name the cluster '
+        "by HOST:PORT (`address` of init_ray, --address of a command, or RAY_ADDRESS), run this on one of its nodes, "
+        "or start one with `ray start --head`."
     )
-
-
-def _read_command() -> str:
-    """Return the command line of this program, to repeat it with another option."""
-    program, *arguments = sys.argv
-    module = ["python", "-m", Path(program).parent.name] if Path(program).name == "__main__.py" else [program]
-    return shlex.join([*module, *arguments])
-
-
-def _list_clusters(tag: str | None = None) -> list[Raylet]:
-    """Return a raylet of each cluster of this user that answers, or of those with a resource, the oldest first."""
-    tagged = [raylet for raylet in list_raylets() if tag is None or tag in raylet.resources]
-    mine = [raylet for raylet in tagged if raylet.user == os.getuid()]
-    living = {raylet.address: raylet for raylet in mine if _answers(raylet.address)}
-    return sorted(living.values(), key=lambda raylet: raylet.started_at)
-
-
-def local_tag() -> str:
-    """Return the name of the resource that marks a cluster that `init_ray` starts in this process.
-
-    It is the same for all processes of this user with the same session folder and visible devices.
-    """
-    file = cluster_file()
-    mine = f"{os.getuid()} {file and Path(file).parent.resolve()} {os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}"
-    return TAG + hashlib.sha256(mine.encode()).hexdigest()[:16]
 
 
 def _answers(address: str) -> bool:

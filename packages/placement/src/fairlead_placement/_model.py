@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that a reservation is planned with: nodes, requests for bundles, label selectors, and their checks."""
+"""The values that a reservation is planned with: nodes, requests for bundles, and their checks."""
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal, NotRequired, TypedDict, TypeVar, get_args
-
-from ._ray_private import accelerator_names
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -43,7 +40,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for one logical node: `count` bundles on nodes with these labels, which are in Ray's syntax."""
+    """A request for one logical node: `count` bundles on nodes with these labels."""
 
     node_idx: int
     count: int
@@ -86,31 +83,6 @@ class ClusterConfig(TypedDict):
     segment_size: NotRequired[int | None]
 
 
-_VALUE = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
-_CONDITION = re.compile(rf"(!?)(?:({_VALUE})|in\(({_VALUE}(?:, ?{_VALUE})*)\))")
-
-
-@lru_cache(maxsize=4096)
-def parse_condition(text: str) -> tuple[bool, frozenset[str]]:
-    """Return what a label must be: (True, values) for one of the values, (False, values) for none of them."""
-    # Ray accepts a space after a comma, and "(a,b)" without "in", and then never matches.
-    if text == "":
-        return True, frozenset([""])
-    if (match := _CONDITION.fullmatch(text)) is None:
-        raise ValueError(f"label_selector must have conditions 'v', '!v', 'in(a,b)' or '!in(a,b)', got {text!r}")
-    negated, single, several = match.groups()
-    return not negated, frozenset(value.strip() for value in (single or several).split(","))
-
-
-def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Return whether a node with these labels may take a bundle with this selector, as Ray 2.60 does."""
-    for key, text in selector.items():
-        wanted, values = parse_condition(text)
-        if (labels.get(key) in values) != wanted:
-            return False
-    return True
-
-
 def group_pairs(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
     """Return the values of each key, keys and values in the order of the pairs."""
     grouped: dict[_Key, list[_Value]] = {}
@@ -141,10 +113,8 @@ def _check_accelerators(accelerators: Any, use_gpus: bool, capacity: int) -> dic
     """Return the accelerators that a bundle holds, of which each of `capacity` workers gets the same part."""
     if "GPU" in accelerators and not use_gpus:
         raise ValueError(f"accelerators={accelerators!r} has GPUs, and use_gpus=False none: leave use_gpus out")
-    if unknown := sorted(accelerators.keys() - (names := accelerator_names())):
-        raise ValueError(
-            f"accelerators may name {sorted(names)}, got {unknown}; other resources are node_resource_constraints"
-        )
+    if "CPU" in accelerators:
+        raise ValueError(f"accelerators={accelerators!r} has CPUs: give cpus_per_worker instead")
     for name, amount in accelerators.items():
         if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 < amount < math.inf:
             raise ValueError(f"accelerators must have positive, finite amounts, got {name!r}: {amount!r}")
@@ -195,10 +165,9 @@ def make_request(
     if accelerators is not None:
         held = _check_accelerators(accelerators, use_gpus, capacity)
     bundle = {"CPU": float(capacity * cpus_per_worker), **held}
-    for key, text in (labels or {}).items():
-        if not isinstance(key, str) or not isinstance(text, str):
-            raise TypeError(f"label_selector maps label names to conditions, both strings, got {key!r}: {text!r}")
-        parse_condition(text)
+    for key, value in (labels or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str) or not re.fullmatch(r"[\w.-]*", value):
+            raise ValueError(f"label_selector maps a label to the value that nodes must have, got {key!r}: {value!r}")
     extras = [{}] * len(counts) if constraints is None else [extra or {} for extra in constraints]
     if len(extras) != len(counts):
         raise ValueError(f"node_resource_constraints has {len(extras)} entries for {len(counts)} logical nodes")

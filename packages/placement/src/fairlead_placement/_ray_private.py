@@ -65,14 +65,12 @@ def started_here() -> bool:
 
 @dataclass(frozen=True)
 class Raylet:
-    """A raylet on this machine: its cluster's head, its node, the process that started it, when, and its user."""
+    """A raylet on this machine: its cluster's head, its node, the process that started it, and its user."""
 
     address: str
     node_id: str
     starter: int
-    started_at: float
     user: int
-    resources: frozenset[str]
 
 
 def list_raylets() -> list[Raylet]:
@@ -96,10 +94,7 @@ def list_raylets() -> list[Raylet]:
                 continue
             pairs = (argument.partition("=") for argument in process.cmdline())
             options = {name.lstrip("-"): value for name, _, value in pairs}
-            # Alternately the names and the amounts.
-            resources = frozenset(options.get("static_resource_list", "").split(",")[::2])
-            made = process.ppid(), process.create_time(), process.uids().real
-            raylets.append(Raylet(options["gcs-address"], options["node_id"], *made, resources))
+            raylets.append(Raylet(options["gcs-address"], options["node_id"], process.ppid(), process.uids().real))
     return raylets
 
 
@@ -206,18 +201,6 @@ def live_actors() -> tuple[LiveActor, ...]:
             if row.state != ActorTableData.DEAD
         )
     return ()
-
-
-def accelerator_names() -> frozenset[str]:
-    """Return the names of the resources that Ray takes for accelerators, of which it assigns ids to processes.
-
-    Reason: only the context of a process that is connected to Ray lists them.
-    """
-    with contextlib.suppress(*_MISSING):
-        from ray._private.accelerators import get_all_accelerator_resource_names
-
-        return frozenset(get_all_accelerator_resource_names())
-    return frozenset(("GPU", "TPU", "neuron_cores", "HPU", "NPU"))
 
 
 def visible_gpus() -> list[str] | None:

@@ -136,7 +136,7 @@ class ReservationReport:
             asks = [ask for *_, ask in run]
             ask, first, last = asks[0], asks[0].node_idx, asks[-1].node_idx
             number = str(first) if first == last else f"{first} to {last}"
-            labels = "".join(f"\non {key}: {condition}" for key, condition in ask.labels.items())
+            labels = "".join(f"\non {key}: {value}" for key, value in ask.labels.items())
             nodes = dict.fromkeys(node_id for ask in asks for node_id in self.plan.get(ask.node_idx, ()))
             cells = [number, str(ask.count), name_amounts(ask.bundle) + labels, ask.strategy]
             cells += [", ".join(node_id[:8] for node_id in nodes)] if self.plan else []

@@ -75,7 +75,7 @@ def attach(address: str, *, timeout_s: float | None = None) -> Iterator[None]:
     """Attach to a running cluster for the length of a block, with one `head_deadline`, and never start one.
 
     Args:
-        address: as for `init_ray`; "auto" also finds the only Ray that a program of this user has started for itself.
+        address: as for `init_ray`.
         timeout_s: how long Ray's head may take to answer; None for 15 s.
 
     Raises:
@@ -88,7 +88,7 @@ def attach(address: str, *, timeout_s: float | None = None) -> Iterator[None]:
         if address == "local":
             raise ValueError("--address local would start a cluster of its own; leave it out, or name a running one")
         attach_to(
-            address, timeout_s=timeout_s, private=True, job_config=job, log_to_driver=False, logging_level="error"
+            address, timeout_s=timeout_s, find_token=True, job_config=job, log_to_driver=False, logging_level="error"
         )
     except ValueError as error:
         print(error, file=sys.stderr)  # noqa: T201

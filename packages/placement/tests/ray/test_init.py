@@ -35,7 +35,7 @@ def server(script_class, folder):
         input()
         """,
         folder,
-        {"CUDA_VISIBLE_DEVICES": "0", "RAY_TMPDIR": str(folder), **TOKEN},
+        {"RAY_TMPDIR": str(folder), **TOKEN},
     )
     try:
         yield script.line(), Path(folder, "logs")
@@ -148,19 +148,16 @@ def test_attaching(server, run_script):
 
 
 def test_commands(server, private, folder, run_script):
-    """Without an address, a command takes the cluster of `init_ray` for its devices. It lists all if there is none."""
+    """Without an address, a command lists the clusters of this user on this machine if there are several."""
     script = """
         import subprocess, sys
         done = subprocess.run([sys.executable, "-m", "fairlead_placement", "nodes"], capture_output=True, text=True)
         print(done.returncode, done.stdout, done.stderr)
         """
-    out = run_script(script, CUDA_VISIBLE_DEVICES="0", RAY_TMPDIR=str(folder), RAY_ADDRESS="", **TOKEN)
-    assert out.startswith("0 ")
-    assert "2 CPU" in out
     with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp") as other:
         out = run_script(script, RAY_TMPDIR=other, RAY_ADDRESS="", **TOKEN)
-    assert out.startswith('3  "auto" found no Ray cluster that is named, announced, or started by init_ray')
-    assert f"  python -m fairlead_placement nodes --address {private[0]}" in out
+    assert out.startswith('3  "auto" found no Ray cluster that is named or announced')
+    assert {server[0], private[0]} <= set(re.findall(r"([\d.]+:\d+) \(process", out))
 
 
 def test_announced(server, private, folder, run_script):
@@ -183,7 +180,6 @@ def test_announced(server, private, folder, run_script):
             print(ray.get_runtime_context().gcs_address, ray.cluster_resources()["CPU"])
             """,
             HOME=str(home.parent),
-            CUDA_VISIBLE_DEVICES="0",
             RAY_TMPDIR=str(folder),
             RAY_ADDRESS="",
         )

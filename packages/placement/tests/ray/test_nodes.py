@@ -64,11 +64,12 @@ def test_segments(ids):
 
 
 def test_label_selector(ids):
-    """Only matching nodes take bundles; the table shows the selector."""
-    selector = {"ray.io/node-id": f"in({ids[2]}, {ids[1]})"}
-    with RayVirtualCluster([2, 2], use_gpus=False, label_selector=selector) as cluster:
-        assert {slot.node_id for slot in cluster.slots()} == {ids[1], ids[2]}
-    other = RayVirtualCluster([2], use_gpus=False, label_selector={"accelerator": "!none", "zone": "a"})
+    """Only nodes with the labels take bundles, whoever chooses them; the table shows the labels."""
+    for strategy in ("STRICT_PACK", "PACK"):
+        options = {"label_selector": {"ray.io/node-id": ids[2]}, "placement_group_strategy": strategy}
+        with RayVirtualCluster([1, 1], use_gpus=False, **options) as cluster:
+            assert {slot.node_id for slot in cluster.slots()} == {ids[2]}
+    other = RayVirtualCluster([2], use_gpus=False, label_selector={"zone": "a"})
     with pytest.raises(ResourceInsufficientError, match="on zone: a"):
         other.reserve()
 

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from fairlead_placement import HeadTimeoutError, PlacementError, init_ray
-from fairlead_placement._init import find_target, local_tag
+from fairlead_placement._init import find_target
 from fairlead_placement.extension import attach
 
 
@@ -45,12 +45,11 @@ def listening():
         yield [f"127.0.0.1:{server.getsockname()[1]}" for server in (one, other)]
 
 
-def make_raylet(address, *resources, starter=77, started_at=1.0):
-    made = {"starter": starter, "started_at": started_at, "user": os.getuid(), "resources": frozenset(resources)}
-    return SimpleNamespace(address=address, **made)
+def make_raylet(address, starter=77):
+    return SimpleNamespace(address=address, starter=starter, user=os.getuid())
 
 
-@pytest.mark.parametrize("how", ["argument", "RAY_ADDRESS", "file", "process"])
+@pytest.mark.parametrize("how", ["argument", "RAY_ADDRESS", "file", "auto"])
 def test_a_head_that_does_not_answer(how, monkeypatch, listening, machine, announce):
     """The error names the address, its origin, and what to do (seam: the head)."""
     answers = threading.Event()
@@ -61,16 +60,16 @@ def test_a_head_that_does_not_answer(how, monkeypatch, listening, machine, annou
         monkeypatch.setenv("RAY_ADDRESS", address)
     if how == "file":
         file = announce(address)
-    if how == "process":
-        machine.append(make_raylet(address, local_tag()))
+    if how == "auto":
+        machine.append(make_raylet(address))
     with pytest.raises(HeadTimeoutError) as caught:
-        init_ray(address=address if how == "argument" else None)
+        init_ray(address={"argument": address, "auto": "auto"}.get(how))
     answers.set()
     reason = {
         "argument": "`address` names",
         "RAY_ADDRESS": "RAY_ADDRESS names",
         "file": f"`ray start` announced in {file}",
-        "process": "init_ray started in process 77",
+        "auto": "process 77 started",
     }[how]
     assert str(caught.value).startswith(
         f"Something listens at {address}, which {reason}, but no Ray head answered there within 0.2 s. Its cluster may "
@@ -81,18 +80,18 @@ def test_a_head_that_does_not_answer(how, monkeypatch, listening, machine, annou
 
 
 def test_order(monkeypatch, listening, machine, announce):
-    """RAY_ADDRESS comes before the announced cluster, and that before the local one that was started last."""
-    older, newer = listening
-    machine += [make_raylet(newer, local_tag(), started_at=2.0), make_raylet(older, local_tag())]
-    machine.append(make_raylet(newer, "CPU", started_at=3.0))
-    assert find_target(None)[0] == newer
-    file = announce(older)
+    """RAY_ADDRESS comes before the announced cluster, and that before the Ray of another program, only for "auto"."""
+    one, other = listening
+    machine.append(make_raylet(other))
+    assert find_target(None) is None
+    assert find_target("auto")[:2] == (other, "process 77 started")
+    file = announce(one)
     for named in (None, "auto"):
-        assert find_target(named)[:2] == (older, f"`ray start` announced in {file}")
-    monkeypatch.setenv("RAY_ADDRESS", newer)
+        assert find_target(named)[:2] == (one, f"`ray start` announced in {file}")
+    monkeypatch.setenv("RAY_ADDRESS", other)
     for named in (None, "auto"):
-        assert find_target(named)[:2] == (newer, "RAY_ADDRESS names")
-    assert find_target(older)[:2] == (older, "`address` names")
+        assert find_target(named)[:2] == (other, "RAY_ADDRESS names")
+    assert find_target(one)[:2] == (one, "`address` names")
 
 
 def test_another_users_announcement(listening, announce):
@@ -114,31 +113,14 @@ def test_an_announcement_that_is_no_address(text, announce):
 
 
 def test_auto(monkeypatch, listening, machine, dead_address):
-    """ "auto" attaches to the cluster that `init_ray` started here last for these devices, and starts none."""
-    one, other = listening
-    machine += [make_raylet(one, "CPU"), make_raylet(dead_address, local_tag())]
-    message = rf"with the same CUDA_VISIBLE_DEVICES. You run on this machine: {one} \(process 77\)\. Pass the address"
-    with pytest.raises(PlacementError, match=message):
-        init_ray(address="auto")
-    assert find_target("auto", private=True)[:2] == (one, "process 77 started")
-    mine = machine.copy()
-    machine.clear()
-    with pytest.raises(PlacementError, match="Run this on a node of the cluster, or add --address HOST:PORT"):
-        find_target("auto", private=True)
-    machine += mine
-    machine.append(make_raylet(other, "CPU", starter=78))
-    monkeypatch.setattr("sys.argv", ["/v/fairlead_inspect/__main__.py", "why", "--after", "1"])
-    with pytest.raises(PlacementError) as caught:
-        find_target("auto", private=True)
-    lines = [f"  python -m fairlead_inspect why --after 1 --address {address}  # process" for address in listening]
-    assert str(caught.value).splitlines()[1:] == [f"{lines[0]} 77", f"{lines[1]} 78"]
-    machine[-1] = make_raylet(other, local_tag(), starter=78)
-    assert find_target("auto")[:2] == (other, "init_ray started in process 78")
+    """ "auto" takes the only Ray of this user that answers, and starts none; it lists several."""
+    machine += [make_raylet(listening[0]), make_raylet(dead_address)]
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert find_target(None) == find_target("auto")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with pytest.raises(PlacementError, match='"auto" found no Ray cluster'):
-        find_target("auto")
+    assert find_target(None) == find_target("auto") == (listening[0], "process 77 started", False)
+    machine.append(make_raylet(listening[1], starter=78))
+    listed = rf"on this machine: {listening[0]} \(process 77\), {listening[1]} \(process 78\)\. Name the cluster"
+    with pytest.raises(PlacementError, match=listed):
+        init_ray(address="auto")
     monkeypatch.setenv("RAY_ADDRESS", "local")
     with pytest.raises(PlacementError, match="RAY_ADDRESS is 'local', which names no running cluster"):
         find_target("auto")
@@ -210,24 +192,24 @@ def test_a_bad_address(address):
         init_ray(address=address)
 
 
-@pytest.mark.parametrize("found", ["none", "a dead announced one", "a dead local one"])
-def test_starting(found, dead_address, monkeypatch, machine, announce):
-    """A local Ray is started if none is found, if the one found is dead, or if RAY_ADDRESS says so."""
+@pytest.mark.parametrize("found", ["none", "a dead announced one", "of another program"])
+def test_starting(found, dead_address, monkeypatch, machine, announce, listening):
+    """A local Ray is started if none is announced, if the announced one is dead, or if RAY_ADDRESS says so."""
     started, level = [], logging.getLogger("ray").level
     monkeypatch.setattr(ray, "init", lambda **options: started.append(options) or "context")
     if found == "a dead announced one":
         announce(dead_address)
-    if found == "a dead local one":
-        machine.append(make_raylet(dead_address, local_tag()))
+    if found == "of another program":
+        machine.append(make_raylet(listening[0]))
 
     assert init_ray(num_cpus=3, num_gpus=1) == "context"
     monkeypatch.setenv("RAY_ADDRESS", "local")
     assert init_ray(num_cpus=3, num_gpus=1) == "context"
     for options in started:
         assert (options["address"], options["num_cpus"], options["num_gpus"]) == ("local", 3, 1)
-        assert options["resources"] == {local_tag(): 1}
         assert "_temp_dir" not in options
     monkeypatch.delenv("RAY_ADDRESS")
+    machine.clear()
     with pytest.raises(PlacementError, match=r'"auto" found no .* You run on this machine: none'):
         init_ray(address="auto")
     assert len(started) == 2

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairlead_placement import Node
-from fairlead_placement._model import Ask, matches
+from fairlead_placement._model import Ask
 from fairlead_placement._plan.planner import decide
 from fairlead_placement._plan.topology import node_place, sort_nodes
 
@@ -65,7 +65,7 @@ def brute(asks, nodes, own_nodes):
         if not left:
             return True
         ask, rest = left[0], left[1:]
-        usable = [n for n, one in enumerate(nodes) if matches(ask.labels, one.labels)]
+        usable = [n for n, one in enumerate(nodes) if ask.labels.items() <= one.labels.items()]
         size = 1 if ask.strategy == "STRICT_PACK" else ask.count
         for tried in itertools.combinations_with_replacement(usable, size):
             picked = Counter(tried * (ask.count // size))
@@ -129,7 +129,7 @@ def test_what_a_verdict_says(asks, nodes, own_nodes):
         labels = {one.node_id: one.labels for one in nodes}
         for ask in asks:
             assert len(chosen[ask.node_idx]) == ask.count
-            assert all(matches(ask.labels, labels[node_id]) for node_id in chosen[ask.node_idx])
+            assert all(ask.labels.items() <= labels[node_id].items() for node_id in chosen[ask.node_idx])
         for one in nodes:
             for name, room in {"CPU": 0, "x": 0, **one.free}.items():
                 taken = sum(ask.bundle.get(name, 0) * chosen[ask.node_idx].count(one.node_id) for ask in asks)

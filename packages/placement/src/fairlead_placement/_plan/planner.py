@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .._model import PRECISION, Ask, Node, Verdict, group_pairs, matches
+from .._model import PRECISION, Ask, Node, Verdict, group_pairs
 from .topology import node_place
 
 # By logical node, its node as a number in physical order.
@@ -40,8 +40,7 @@ def decide(
     for the nodes when nothing runs on them, else "impossible".
     """
     own_nodes = own_nodes or segment_size is not None
-    if asks and asks[0].labels:
-        nodes = [node for node in nodes if matches(asks[0].labels, node.labels)]
+    nodes = usable(asks, nodes)
     plan = Site(asks, nodes, False, own_nodes).make_plan(segment_size)
     if plan is not None:
         return Decision(plan, "fits")
@@ -52,8 +51,13 @@ def decide(
 def is_in_use(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
     """Return whether anything that the requests need is in use on a node that they may use."""
     names = {name for ask in asks for name in ask.bundle}
-    usable = [node for node in nodes if not asks or matches(asks[0].labels, node.labels)]
-    return any(node.free.get(name, 0.0) < node.total.get(name, 0.0) for node in usable for name in names)
+    pairs = ((node, name) for node in usable(asks, nodes) for name in names)
+    return any(node.free.get(name, 0.0) < node.total.get(name, 0.0) for node, name in pairs)
+
+
+def usable(asks: Sequence[Ask], nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes with the labels that the requests, which all have the same ones, need."""
+    return [node for node in nodes if not asks or asks[0].labels.items() <= node.labels.items()]
 
 
 @dataclass(frozen=True, eq=False)

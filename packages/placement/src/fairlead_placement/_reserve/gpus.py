@@ -16,9 +16,9 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from .. import _ray_private
-from .._model import Ask, Node, Request, Verdict, matches
+from .._model import Ask, Node, Request, Verdict
 from .._nodes.functions import run_in_tasks
-from .._plan.planner import decide
+from .._plan.planner import decide, usable
 from .._plan.topology import accelerator_order
 from .._ray_private import visible_gpus
 from .._show import count_noun
@@ -53,7 +53,7 @@ def try_gpus(request: Request, nodes: Sequence[Node], owned: Ids, *, deadline: f
     with remove_on_error(lambda: [reserved.group for reserved in placed]):
         for ask in sorted(request.asks, key=lambda ask: -ask.count):
             ids, used = request.gpu_ids[ask.node_idx], {reserved.node_ids[0] for reserved in placed}
-            suitable = [node for node in nodes if ids <= owned[node.node_id] and matches(ask.labels, node.labels)]
+            suitable = [node for node in usable([ask], nodes) if ids <= owned[node.node_id]]
             missing: list[tuple[Node, frozenset[str]]] = []
             for node in sorted(suitable, key=lambda node: node.node_id in used):
                 reserved_here, gone = take_gpus(replace(request, asks=(ask,)), node, ids, deadline=deadline)

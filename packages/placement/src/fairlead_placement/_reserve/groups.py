@@ -78,8 +78,6 @@ def place(
     numbers: list[tuple[int, ...]] = []
     for batch in [request.asks] if request.unified and request.asks else [(ask,) for ask in request.asks]:
         bundles = [(ask, index) for ask in batch for index in range(ask.count)]
-        # Ray does not accept a space in a condition.
-        labels = {key: condition.replace(" ", "") for key, condition in batch[0].labels.items()}
         described.append(
             {
                 "name": f"{request.name or 'fairlead'}-{batch[0].node_idx}",
@@ -87,7 +85,8 @@ def place(
                 "strategy": "PACK" if plan else batch[0].strategy,
                 "bundles": [dict(ask.bundle) for ask, _ in bundles],
                 "bundle_label_selector": [
-                    {"ray.io/node-id": plan[ask.node_idx][index]} if plan else labels for ask, index in bundles
+                    {"ray.io/node-id": plan[ask.node_idx][index]} if plan else dict(ask.labels)
+                    for ask, index in bundles
                 ],
             }
         )
