@@ -56,17 +56,15 @@ class RayVirtualCluster:
             topology domain.
         node_resource_constraints: what else each bundle holds, per logical node.
         label_selector: the labels, with their values, of the nodes that may be used.
-        reserve_timeout_s: seconds to wait for resources that others hold, for Ray's head, and for nodes of an
-            autoscaler, whatever it can add.
-        wait_for_nodes_s: seconds to wait for nodes that are still joining.
+        reserve_timeout_s: seconds to wait for resources that others hold, and for Ray's head.
+        wait_for_nodes_s: seconds to wait for nodes that are still joining, or that an autoscaler adds.
 
     Raises:
         TypeError, ValueError: a bad argument. Nothing has been requested from Ray.
 
     Nothing is reserved until `reserve()`, `slots()`, `with cluster:` or another method that says so, all of which raise
     the errors of `reserve`. With STRICT_PACK, the cluster chooses nodes from what is free and pins every bundle to its
-    node. Otherwise Ray chooses them, and so it does if there is no room and an autoscaler may add nodes. All methods
-    that ask Ray raise `HeadTimeoutError` if its head does not answer.
+    node. Otherwise Ray chooses them. All methods that ask Ray raise `HeadTimeoutError` if its head does not answer.
 
     >>> cluster = RayVirtualCluster([4, 0, 2], use_gpus=False)
     >>> cluster.world_size(), cluster.node_count()

@@ -245,13 +245,11 @@ def block_shutdown() -> Iterator[None]:
         yield
 
 
-def collect(
-    requests: Mapping[_K, Callable[[], Any]], timeout_s: float, check: Callable[[], object] | None = None
-) -> dict[_K, tuple[Any, Exception | None]]:
+def collect(requests: Mapping[_K, Callable[[], Any]], timeout_s: float) -> dict[_K, tuple[Any, Exception | None]]:
     """Send requests, and return each answer with its error, without a wait of Ray's, during which it may be shut down.
 
     Each request returns the reference to its answer. The error of one that is late is a `GetTimeoutError`. If Ray is
-    shut down, this raises a `RaySystemError`. `check` is called during the wait, and raises if that should end.
+    shut down, this raises a `RaySystemError`.
     """
     futures: dict[_K, Future[Any]] = {}  # which have the references
     until = time.monotonic() + timeout_s
@@ -262,8 +260,6 @@ def collect(
         while ray.is_initialized():
             left = max(0.0, until - time.monotonic())
             if left and wait(futures.values(), min(LOOK_EVERY_S, left)).not_done:
-                if check is not None:
-                    check()
                 continue
             late = ray.exceptions.GetTimeoutError(f"No answer within {timeout_s:g} s.")
             errors: dict[_K, Any] = {key: sent.exception() if sent.done() else late for key, sent in futures.items()}

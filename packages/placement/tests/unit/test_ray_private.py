@@ -5,14 +5,12 @@ import json
 import os
 import shutil
 import subprocess
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 import ray
 from ray.core.generated import autoscaler_pb2
 
-from fairlead_placement import PlacementError
 from fairlead_placement._ray_private import list_raylets
 from fairlead_placement.extension import autoscaler_is_there, collect, drain_deadlines
 
@@ -51,18 +49,6 @@ def test_collect_without_ray():
     """Without Ray no request is sent."""
     with pytest.raises(ray.exceptions.RaySystemError, match="Ray has been shut down"):
         collect({"a": lambda: pytest.fail("a request was sent")}, 1.0)
-
-
-def end():
-    raise PlacementError("it was shut down")
-
-
-def test_a_wait_that_is_given_up(monkeypatch):
-    """The wait for answers ends when its check raises (seam: whether Ray runs)."""
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    late = SimpleNamespace(future=Future)
-    with pytest.raises(PlacementError, match="it was shut down"):
-        collect({"a": lambda: late}, 20.0, check=end)
 
 
 @pytest.mark.parametrize("space", ["--net", "--mount", "--pid"])

@@ -97,11 +97,10 @@ def run_tasks(
     options: Mapping[_K, Mapping[str, Any]],
     *,
     timeout_s: float,
-    check: Callable[[], object] | None = None,
 ) -> dict[_K, tuple[Any, Exception | None]]:
     """Call a function in a task for each key, without the environment of the job; return each result with its error.
 
-    The options are Ray's, besides `num_cpus=0`. Errors of late tasks, and `check`, are as for `collect`.
+    The options are Ray's, besides `num_cpus=0`. Errors of late tasks are as for `collect`.
     """
     if not arguments:
         return {}
@@ -118,7 +117,7 @@ def run_tasks(
         with head_deadline(timeout_s):
             tasks.update(ask_head("send a function to nodes", start, undo=_drop).items())
         sends = {key: functools.partial(tasks.get, key) for key in tasks}
-        return collect(sends, deadline - time.monotonic(), check)
+        return collect(sends, deadline - time.monotonic())
     finally:
         _drop(tasks)
 

@@ -30,8 +30,6 @@ NO_ROOM_S = 1.0
 _ON_ITS_WAY = ("QUEUED", "SCHEDULING_STARTED", "FINISHED")
 # More groups than this are looked up in Ray's table, which lists every group since the cluster has started.
 ASKED_ALONE = 16
-# Raises if the program does not want what is being waited for any more.
-Check = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -57,21 +55,10 @@ class Refusal:
     of_gpus: bool = False  # whether others hold exactly the GPUs that were named
 
 
-def allow() -> None:
-    """Continue to wait."""
-
-
-def place(
-    request: Request,
-    plan: Mapping[int, tuple[str, ...]],
-    *,
-    deadline: float,
-    check: Check = allow,
-    grace_s: float | None = NO_ROOM_S,
-) -> Placed | None:
+def place(request: Request, plan: Mapping[int, tuple[str, ...]], *, deadline: float) -> Placed | None:
     """Create the groups of a request. Return None, with nothing left behind, if Ray cannot place them.
 
-    `plan` has the node ids of each logical node, and is empty if Ray chooses the nodes. The rest is as for
+    `plan` has the node ids of each logical node, and is empty if Ray chooses the nodes. The deadline is as for
     `create_groups`.
     """
     described: list[dict[str, Any]] = []
@@ -91,7 +78,7 @@ def place(
             }
         )
         numbers.append(tuple(ask.node_idx for ask, _ in bundles))
-    placed = create_groups(described, deadline=deadline, check=check, grace_s=grace_s)
+    placed = create_groups(described, deadline=deadline)
     if None in placed.values():
         remove(list(placed))
         return None
@@ -100,19 +87,13 @@ def place(
 
 
 def create_groups(
-    described: Sequence[Mapping[str, Any]],
-    *,
-    deadline: float,
-    check: Check = allow,
-    grace_s: float | None = NO_ROOM_S,
+    described: Sequence[Mapping[str, Any]], *, deadline: float
 ) -> dict[PlacementGroup, tuple[str, ...] | None]:
     """Create groups from Ray's options, and wait until Ray has placed all of them, or has found no room for one.
 
     Args:
         described: the options of each group.
         deadline: when to stop waiting, by `time.monotonic`; Ray always has `PLACING_S`, unless a group lacks room.
-        check: is called during the wait, and raises if that should end.
-        grace_s: how long a group may lack room; None if it may until the deadline, as nodes are to join for it.
 
     Returns:
         The node ids of the bundles of each group. They are None for one that Ray has not placed, which the caller
@@ -140,10 +121,8 @@ def create_groups(
             states = [rows[id_]["stats"]["scheduling_state"] if id_ in rows else "" for id_ in pending]
             lacks_room = not set(states).issubset(_ON_ITS_WAY)
             lacking_since = min(lacking_since, now) if lacks_room else math.inf
-            gives_up_at = lacking_since + grace_s if grace_s is not None else deadline if lacks_room else last
-            if not pending or now >= min(last, gives_up_at):
+            if not pending or now >= min(last, lacking_since + NO_ROOM_S):
                 break
-            check()
             pause = min(1.5 * pause, 0.25)
     except BaseException:
         remove(made)

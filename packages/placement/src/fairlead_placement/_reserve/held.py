@@ -100,7 +100,7 @@ class Holding:
             if self.held is not None:
                 return
             on = connection()
-            slots = reserve(request, check=check)
+            slots = reserve(request)
             self.request, self.held = request, Held(on=on, slots=slots)
             try:
                 check()  # a signal handler may have found nothing to release
@@ -115,7 +115,6 @@ class Holding:
         deadline = time.monotonic() + timeout_s
         with self._change(timeout_s, "timeout_s") as check:
             alive = alive_nodes()
-            check()
             if (before := self.held) is None:
                 raise PlacementError(f"The cluster {self.request.name!r} is not reserved. Reserve it first.")
             lost = dict.fromkeys(slot for slot in before.slots if slot.node_id not in alive)
@@ -135,7 +134,7 @@ class Holding:
                         wait_for_nodes_s=left_s,
                         timeout_name="timeout_s",
                     )
-                    new += reserve(part, check=check)
+                    new += reserve(part)
                 check()
                 # Each new slot takes the place of a lost one of its logical node.
                 of_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))

@@ -18,7 +18,7 @@ from .._nodes.head import head_deadline, read_nodes
 from .._plan.topology import accelerator_order
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError
-from .groups import Check, Reserved, allow, read_placed
+from .groups import Reserved, read_placed
 
 # Their ids, by the name of the resource.
 Accelerators = Mapping[str, tuple[str, ...]]
@@ -28,16 +28,14 @@ LEAST_S = 60.0
 NOT_SHARED = ("CPU", "object_store_memory", ACCELERATOR_TYPE)
 
 
-def slots_of(
-    placed: Sequence[Reserved], capacity: int, known: Sequence[Node], *, timeout_s: float, check: Check = allow
-) -> tuple[Slot, ...]:
-    """Return the bundles of groups as slots in physical order; time and `check` are for the ids of accelerators.
+def slots_of(placed: Sequence[Reserved], capacity: int, known: Sequence[Node], *, timeout_s: float) -> tuple[Slot, ...]:
+    """Return the bundles of groups as slots in physical order; the time is for the ids of accelerators.
 
     The nodes are read again if those that are known, in physical order, lack one.
     """
     accelerators: list[list[Accelerators]] = [[{}] * len(reserved.bundles) for reserved in placed]
     if any(bundle.keys() - {"CPU"} for reserved in placed for bundle in reserved.bundles):
-        accelerators = accelerator_ids(placed, timeout_s=timeout_s, check=check)
+        accelerators = accelerator_ids(placed, timeout_s=timeout_s)
     used = {node_id for reserved in placed for node_id in reserved.node_ids}
     present = known if used <= {node.node_id for node in known} else read_nodes()
     nodes = {node.node_id: (position, node) for position, node in enumerate(present)}
@@ -105,7 +103,7 @@ def number_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     return tuple(numbered)
 
 
-def accelerator_ids(placed: Sequence[Reserved], *, timeout_s: float, check: Check = allow) -> list[list[Accelerators]]:
+def accelerator_ids(placed: Sequence[Reserved], *, timeout_s: float) -> list[list[Accelerators]]:
     """Return the ids of the accelerators of every bundle, by group and bundle index."""
     # Ray reports them only to a process that holds them, and refuses a request that spans bundles. So each bundle with
     # accelerators runs a short task, all at once.
@@ -122,7 +120,7 @@ def accelerator_ids(placed: Sequence[Reserved], *, timeout_s: float, check: Chec
     def read_ids() -> dict[str, tuple[str, ...]]:
         return {kind: tuple(ids) for kind, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
 
-    outcomes = run_tasks(read_ids, dict.fromkeys(options, ()), options, timeout_s=timeout_s, check=check)
+    outcomes = run_tasks(read_ids, dict.fromkeys(options, ()), options, timeout_s=timeout_s)
     for _, error in outcomes.values():
         if isinstance(error, ray.exceptions.GetTimeoutError):
             raise PlacementTimeoutError(

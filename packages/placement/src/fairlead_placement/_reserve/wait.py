@@ -10,23 +10,24 @@ from dataclasses import replace
 import ray
 
 from .._model import Node, Request, Verdict
-from .._nodes.head import ask_head, read_holders, read_nodes
+from .._nodes.head import read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
-from .._ray_private import autoscaler_is_there, started_here
+from .._ray_private import started_here
 from .._show import ReservationReport, count_noun, describe_asks, name_amounts, name_holders
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
 from .gpus import WITHOUT_GPUS, try_gpus
-from .groups import Check, Placed, Refusal, allow, place, remove
+from .groups import Refusal, place, remove
 from .slots import LEAST_S, slots_of
 
 logger = logging.getLogger(__name__)
 POLL_S = (0.05, 0.5)
 # A reservation that waits for longer logs why, and again after ten times as long.
 SILENT_S = 1.0
-# How often Ray's head is asked for what changes slowly.
-STATUS_S = 2.0
-_ADVICE = "Request less, add nodes, or wait for nodes that are joining (wait_for_nodes_s)."
+_ADVICE = (
+    "Request less, add nodes (with an autoscaler: ray.autoscaler.sdk.request_resources), or wait for nodes that are "
+    "joining (wait_for_nodes_s)."
+)
 
 
 def examine(request: Request) -> ReservationReport:
@@ -36,14 +37,11 @@ def examine(request: Request) -> ReservationReport:
     return ReservationReport(asks, nodes, read_holders(), verdict, plan or {})
 
 
-def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
-    """Place a request, again and again until it succeeds or its time is up, and return its slots.
-
-    `check` is called during the wait, and raises if that should end.
-    """
+def reserve(request: Request) -> tuple[Slot, ...]:
+    """Place a request, again and again until it succeeds or its time is up, and return its slots."""
     request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
     began = time.monotonic()
-    deadline, pause, ask_again_at = began + request.timeout_s, POLL_S[0], 0.0
+    deadline, pause = began + request.timeout_s, POLL_S[0]
     silent_s = SILENT_S
     owned: dict[str, frozenset[str]] = {}  # the ids of the GPUs of nodes
     while True:
@@ -53,35 +51,29 @@ def reserve(request: Request, check: Check = allow) -> tuple[Slot, ...]:
             outcome = try_gpus(request, nodes, owned, deadline=deadline)
         else:
             plan, verdict = decide(request.asks, nodes, request.unified, request.segment_size)
-            placed = None if plan is None else place(request, plan, deadline=deadline, check=check)
+            placed = None if plan is None else place(request, plan, deadline=deadline)
             outcome = _refuse(request, nodes, verdict) if placed is None else placed
-        if isinstance(outcome, Refusal) and waited >= ask_again_at:
-            ask_again_at = waited + STATUS_S
-            # From outside, fairlead-inspect reads `wants`, `lacks`, `began` and `limit`.
-            wants = describe_asks(request.asks) + (f" for {request.name}" if request.name else "")
-            outcome = _place_on_new_nodes(request, check, began) or outcome
-            waited = time.monotonic() - began
         if not isinstance(outcome, Refusal):
             try:
                 left_s = max(LEAST_S, deadline - time.monotonic())
-                return slots_of(outcome, request.capacity, nodes, timeout_s=left_s, check=check)
+                return slots_of(outcome, request.capacity, nodes, timeout_s=left_s)
             except BaseException as error:
                 remove([reserved.group for reserved in outcome])
                 is_loss = isinstance(error, (ray.exceptions.RayError, PlacementError))  # of a node, most likely
                 if not is_loss or isinstance(error, PlacementTimeoutError) or time.monotonic() >= deadline:
                     raise
-                check()
                 time.sleep(pause)
                 continue
         limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
         if waited >= limit:
             raise _explain(request, nodes, outcome, waited)
+        # From outside, fairlead-inspect reads `wants`, `lacks`, `began` and `limit`.
+        wants = describe_asks(request.asks) + (f" for {request.name}" if request.name else "")
         lacks = "what it needs is not free" if outcome.verdict == "taken" else "the nodes are too few or too small"
         if waited >= silent_s:
             silent_s *= 10
             why = _explain(request, nodes, outcome, waited)
             logger.warning("Reserving %s, for up to %g s: %s. %s", wants, limit, lacks, why.reason)
-        check()
         # Not in step with others that do the same: two that hold one node's GPUs at a time both fail.
         time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), began + limit - time.monotonic())))
         pause = min(2 * pause, POLL_S[1])
@@ -109,18 +101,6 @@ def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict) -> Refusa
     if not own and not size and decide(spread, nodes).verdict != "impossible":
         advice = f'Use placement_group_strategy="PACK" if a logical node may be on several nodes. {advice}'
     return Refusal(f"The present nodes cannot hold {what}, even when they are idle (see below).", advice, verdict)
-
-
-def _place_on_new_nodes(request: Request, check: Check, began: float) -> Placed | None:
-    """Let Ray place a request that has no room, if an autoscaler may add nodes: groups without a place are demand."""
-    has_no_demand = request.gpu_ids or request.segment_size or request.unified  # Ray has no request for these
-    if has_no_demand or not ask_head("look for an autoscaler", autoscaler_is_there):
-        return None
-    limit_s = max(request.timeout_s, request.wait_for_nodes_s)
-    logger.warning(
-        "Reserving %s, for up to %g s: the autoscaler has to add nodes.", request.name or "a cluster", limit_s
-    )
-    return place(request, {}, deadline=began + limit_s, check=check, grace_s=None)
 
 
 def _explain(
