@@ -85,7 +85,6 @@ def test_refusals(client_address):
 def test_commands(client_address):
     """A command line refuses the address of a server of Ray Client in the same words."""
     for module, *arguments in (
-        ("fairlead_placement", "nodes"),
         ("fairlead_inspect", "ps"),
         ("fairlead_tpu_executor", "status"),
     ):

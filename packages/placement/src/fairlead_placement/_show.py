@@ -122,7 +122,7 @@ class ReservationReport:
     def __rich__(self) -> RenderableType:
         # Resources that were not requested do not explain why it does not fit.
         wanted = sorted({name for ask in self.asks for name in ask.bundle})
-        return Group(self._draw_request(), draw_nodes(self.nodes, self.holders, wanted), Text(_VERDICTS[self.verdict]))
+        return Group(self._draw_request(), _draw_nodes(self.nodes, self.holders, wanted), Text(_VERDICTS[self.verdict]))
 
     def __str__(self) -> str:
         return as_text(self)
@@ -144,13 +144,11 @@ class ReservationReport:
         return asked
 
 
-def draw_nodes(
-    nodes: Sequence[Node], holders: Sequence[ResourceHolder], wanted: Sequence[str], *, title: str = "Found"
-) -> RenderableType:
+def _draw_nodes(nodes: Sequence[Node], holders: Sequence[ResourceHolder], wanted: Sequence[str]) -> RenderableType:
     """Return a table of nodes with the amounts of some resources, and who holds them."""
     if not nodes:
         return Text("Found no node that is alive.")
-    table = Table("node", "address", "total", "free", "held by", title=title, title_justify="left")
+    table = Table("node", "address", "total", "free", "held by", title="Found", title_justify="left")
     for node in nodes:
         total, free = ({name: amounts.get(name, 0.0) for name in wanted} for amounts in (node.total, node.free))
         rest = {name: total[name] - free[name] for name in wanted}

@@ -19,10 +19,9 @@ from fairlead_placement import (
     read_slots,
 )
 from fairlead_placement import _terminal as terminal
-from fairlead_placement.__main__ import main
 from fairlead_placement._nodes import head as _head
 from fairlead_placement._reserve import held as _held
-from fairlead_placement.extension import create_groups, head_deadline
+from fairlead_placement.extension import attach, create_groups, head_deadline, read_nodes, run_command
 from fairlead_placement.testing import assert_no_leaks
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -86,17 +85,23 @@ USES = {
 CHANGES = ("replace_lost_nodes", "shutdown")
 
 
+def look():
+    """Look at the cluster as a command does."""
+    with attach("auto"):
+        read_nodes()
+    return 0
+
+
 def test_every_public_method(stop_head, call_in_time, eventually, monkeypatch, capsys):
-    """Every public method of a cluster, and every command, returns or raises in time."""
+    """Every public method of a cluster, and a command, returns or raises in time."""
     assert {name for name in dir(RayVirtualCluster) if not name.startswith("_")} == USES.keys()
-    commands = (["nodes"],)
     monkeypatch.setattr(terminal, "attach_to", lambda *_, **__: None)
     with contextlib.ExitStack() as made:
         shared, *own = (made.enter_context(RayVirtualCluster([1], use_gpus=False)) for _ in range(1 + len(CHANGES)))
         shared.get_master_address_and_port()  # which starts the agent
         clusters = {**dict.fromkeys(USES, shared), **dict(zip(CHANGES, own, strict=True))}
         calls = {name: functools.partial(USES[name][0], clusters[name]) for name in USES}
-        calls["commands"] = lambda: [main(one) for one in commands]
+        calls["command"] = lambda: run_command(look)
         with monkeypatch.context() as patch:
             for module, name in ((_head, "ALIVE_S"), (_head, "HEAD_S"), (_held, "GIVE_BACK_S")):
                 patch.setattr(module, name, LIMIT_S)
@@ -104,9 +109,9 @@ def test_every_public_method(stop_head, call_in_time, eventually, monkeypatch, c
             patch.setattr(terminal, "os", SimpleNamespace(_exit=exits.append))
             with stop_head():
                 outcomes = call_in_time(calls, LIMIT_S)
-                assert capsys.readouterr().err.count("Ray's head (GCS) did not answer") == len(commands)
+                assert capsys.readouterr().err.count("Ray's head (GCS) did not answer") == 1
                 # Ray's own end would wait for the head, at the exit of the interpreter too.
-                assert (outcomes.pop("commands"), exits) == ([3] * len(commands), [3] * len(commands))
+                assert (outcomes.pop("command"), exits) == (3, [3])
             assert eventually(lambda: not _head.head_is_silent())
     wrong = {
         name: outcome for name, outcome in outcomes.items() if isinstance(outcome, BaseException) != bool(USES[name][1])

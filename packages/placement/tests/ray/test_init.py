@@ -150,13 +150,17 @@ def test_attaching(server, run_script):
 def test_commands(server, private, folder, run_script):
     """Without an address, a command lists the clusters of this user on this machine if there are several."""
     script = """
-        import subprocess, sys
-        done = subprocess.run([sys.executable, "-m", "fairlead_placement", "nodes"], capture_output=True, text=True)
-        print(done.returncode, done.stdout, done.stderr)
+        from fairlead_placement import PlacementError
+        from fairlead_placement.extension import attach
+        try:
+            with attach("auto"):
+                print("attached")
+        except PlacementError as error:
+            print(error)
         """
     with tempfile.TemporaryDirectory(prefix="fl-", dir="/tmp") as other:
         out = run_script(script, RAY_TMPDIR=other, RAY_ADDRESS="", **TOKEN)
-    assert out.startswith('3  "auto" found no Ray cluster that is named or announced')
+    assert out.startswith('"auto" found no Ray cluster that is named or announced')
     assert {server[0], private[0]} <= set(re.findall(r"([\d.]+:\d+) \(process", out))
 
 

@@ -8,17 +8,7 @@ import sys
 import pytest
 
 from fairlead_placement import PlacementError
-from fairlead_placement.__main__ import main
 from fairlead_placement.extension import run_command
-
-
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["nodes", "2"]])
-def test_usage(arguments, capsys):
-    """Wrong arguments end with status 2, before anything is attached to."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert "usage:" in capsys.readouterr().err
 
 
 def _fail(error):

@@ -22,7 +22,7 @@ _REASONS = {
     "INFEASIBLE": "no node can hold it, even when it is idle (INFEASIBLE)",
     "NO_RESOURCES": "others hold what it needs (NO_RESOURCES)",
 }
-_NODES = "`python -m fairlead_placement nodes` shows what each node has, and who holds it"
+_NODES = "`print(RayVirtualCluster([1]).explain())` of fairlead_placement shows what each node has, and who holds it"
 _STATUS = "`ray status` shows what is free and what is requested"
 
 
