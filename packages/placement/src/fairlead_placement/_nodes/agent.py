@@ -19,7 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .._ray_private import block_shutdown, collect, connection, create_actor
-from ..exceptions import PlacementError, PlacementTimeoutError
+from ..exceptions import PlacementError
 from . import agent_process
 from .background import run_in_thread
 from .functions import explain_failure
@@ -33,8 +33,8 @@ NAMESPACE = "fairlead"
 _DEAD = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
 # ActorUnavailableError: Ray does not know yet whether the agent has died or will answer again.
 _GONE = (*_DEAD, ray.exceptions.ActorUnavailableError)
-# The first and the longest pause before a request is repeated.
-PAUSES_S = (0.05, 1.0)
+# The pause before a request is repeated.
+PAUSE_S = 0.2
 # For an agent, whose process may have to start.
 ANSWER_S = 60.0
 # fairlead-placement need not be installed on the nodes.
@@ -56,8 +56,6 @@ class _Agent:
 # By node id. The lock is reentrant, because a signal handler may release something. No request is made under it.
 _lock = threading.RLock()
 _agents: dict[str, _Agent] = {}
-# The thread that has it creates agents. Others wait for it until their own deadlines.
-_creating = threading.RLock()
 # Called on a background thread with the names that an agent has held, after it has died.
 listeners: list[Callable[[Collection[str]], object]] = []
 
@@ -89,13 +87,13 @@ def ask_agents(
         timeout_s: seconds that all of it may take.
         wait: whether to wait for the answers; else only errors are returned that are known at once.
     """
-    deadline, pause = time.monotonic() + timeout_s, PAUSES_S[0]
+    deadline = time.monotonic() + timeout_s
     answers: dict[str, Any] = {}
     left = list(arguments)
     while left:
         try:
             with head_deadline(max(0.0, deadline - time.monotonic())):
-                agents = _get_agents({node_id: names[node_id] for node_id in left}, deadline)
+                agents = _get_agents({node_id: names[node_id] for node_id in left})
             outcomes = _send(method, agents, arguments, deadline if wait else 0.0)
         except (PlacementError, ray.exceptions.RayError) as error:
             return answers | dict.fromkeys(left, error)
@@ -110,8 +108,7 @@ def ask_agents(
             if not is_over and _is_own(failure, _GONE) and agents[node_id].holds.issuperset(names[node_id])
         ]
         if left:
-            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-            pause = min(2 * pause, PAUSES_S[1])
+            time.sleep(min(PAUSE_S, max(0.0, deadline - time.monotonic())))
     return answers
 
 
@@ -137,33 +134,28 @@ def nodes_with(name: str) -> list[str]:
         return [node_id for node_id, agent in _agents.items() if name in agent.holds]
 
 
-def _get_agents(names: Mapping[str, Collection[str]], deadline: float) -> dict[str, _Agent]:
+def _get_agents(names: Mapping[str, Collection[str]]) -> dict[str, _Agent]:
     """Return the agents of nodes by node id, to hold names from now on. Create those that are missing."""
-    if not _creating.acquire(timeout=max(0.0, deadline - time.monotonic())):
-        raise PlacementTimeoutError(
-            f"The agents of node(s) {', '.join(names)} were not created in time, because another thread still waits "
-            "for Ray to create some. Try again."
-        )
-    try:
-        while True:
-            here = connection()
+    while True:
+        here = connection()
+        with _lock:
+            for node_id in [node_id for node_id, agent in _agents.items() if agent.on is not here]:
+                del _agents[node_id]  # it ended with its connection
+            missing = [node_id for node_id in names if node_id not in _agents]
+            if not missing:
+                for node_id, held in names.items():
+                    _agents[node_id].holds.update(held)
+                return {node_id: _agents[node_id] for node_id in names}
+        request = f"start the agents of node(s) {', '.join(missing[:3])}"
+        handles = ask_head(request, lambda node_ids: [*map(_create_actor, node_ids)], missing, undo=_kill)
+        for node_id, handle in zip(missing, handles, strict=True):
+            agent = _Agent(node_id, here, handle, set(names[node_id]))
             with _lock:
-                for node_id in [node_id for node_id, agent in _agents.items() if agent.on is not here]:
-                    del _agents[node_id]  # it ended with its connection
-                missing = [node_id for node_id in names if node_id not in _agents]
-                if not missing:
-                    for node_id, held in names.items():
-                        _agents[node_id].holds.update(held)
-                    return {node_id: _agents[node_id] for node_id in names}
-            request = f"start the agents of node(s) {', '.join(missing[:3])}"
-            handles = ask_head(request, lambda node_ids: [*map(_create_actor, node_ids)], missing, undo=_kill)
-            for node_id, handle in zip(missing, handles, strict=True):
-                agent = _Agent(node_id, here, handle, set(names[node_id]))
+                is_first = _agents.setdefault(node_id, agent) is agent
+            if is_first:
                 _watch(agent)
-                with _lock:
-                    _agents[node_id] = agent
-    finally:
-        _creating.release()
+            else:  # another thread was faster
+                run_in_thread(_kill, [handle])
 
 
 def _create_actor(node_id: str) -> Any:
@@ -192,7 +184,7 @@ def _watch(agent: _Agent) -> None:
     def notice(ended: Any) -> None:
         error = ended.exception()
         if isinstance(error, ray.exceptions.ActorUnavailableError) and agent.handle is not None:
-            time.sleep(PAUSES_S[1])
+            time.sleep(PAUSE_S)
             _watch(agent)
         elif agent.on is connection():
             _lose(agent, str(error))

@@ -19,8 +19,6 @@ from .head import ask_head, head_deadline, refuse_client
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
-# Whether this process sees the processes of a node, by its id, and the connection for which that is known.
-_seen: tuple[object | None, dict[str, bool]] = (None, {})
 
 
 def run_on_nodes(
@@ -54,15 +52,13 @@ def run_on_nodes(
 
 def find_here(node_ids: Iterable[str]) -> frozenset[str]:
     """Return those nodes whose processes this process sees by the same pids, and may read."""
-    global _seen
-    here, wanted = connection(), set(node_ids)
-    if _seen[0] is not here:
-        _seen = here, {}
-    known = _seen[1]
-    if not wanted <= known.keys():  # a node that runs has a raylet, so a look is enough for its life
-        seen = {raylet.node_id for raylet in list_raylets()}
-        known.update((node_id, node_id in seen) for node_id in wanted)
-    return frozenset(node_id for node_id in wanted if known[node_id])
+    return _seen_from(connection()).intersection(node_ids)
+
+
+@functools.lru_cache(maxsize=1)
+def _seen_from(_: object) -> frozenset[str]:
+    # A node that joins on this machine later is reached by tasks.
+    return frozenset(raylet.node_id for raylet in list_raylets())
 
 
 def run_in_tasks(
