@@ -83,7 +83,5 @@ def read_errors(error: Exception) -> None:
             assert_type(error.report, placement.ReservationReport | None)
         case placement.PortUnavailableError():
             assert_type((error.node_ip, error.low, error.high), tuple[str, int, int])
-        case placement.RayVersionError():
-            assert_type((error.package, error.version, error.differences), tuple[str, str, tuple[str, ...]])
         case placement.PlacementError():
             assert_type(error.args, tuple[Any, ...])

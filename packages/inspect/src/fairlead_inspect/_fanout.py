@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from fairlead_placement import PlacementTimeoutError, RayVersionError
+from fairlead_placement import PlacementError, PlacementTimeoutError
 from fairlead_placement.extension import ask_head, run_in_thread, run_on_nodes
 
 from . import _ray_private, model
@@ -35,7 +35,10 @@ def look_at_cluster(
         try:
             return ask_head(f"list the {what}", function, *args, timeout_s=timeout_s * HEAD_PART)
         except (AttributeError, ImportError) as error:  # a table has another shape
-            raise RayVersionError("fairlead-inspect", ray.__version__, (f"the {what}: {error}",)) from error
+            raise PlacementError(
+                f"fairlead-inspect cannot read the {what} of Ray {ray.__version__}: {error}. It gives no result, which "
+                "could be wrong. Use a version of it that was tested with this Ray."
+            ) from error
 
     def attempt(what: str, fallback: _T, read: Callable[[], _T]) -> _T:
         """Read what a snapshot can do without, and note if it is missing."""

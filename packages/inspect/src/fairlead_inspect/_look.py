@@ -38,7 +38,7 @@ def look(
         ValueError: the address is not one or "local", a time is not positive, or no such job runs.
         PlacementError: the cluster cannot be reached.
         HeadTimeoutError: Ray's head did not answer.
-        RayVersionError: a private part of this version of Ray differs from what this package reads.
+        PlacementError: a private part of this version of Ray differs from what this package reads.
     """
     for name, value in (("window_s", window_s), ("timeout_s", timeout_s)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):

@@ -24,7 +24,6 @@ from .exceptions import (
     PlacementError,
     PlacementTimeoutError,
     PortUnavailableError,
-    RayVersionError,
     ResourceInsufficientError,
 )
 
@@ -40,7 +39,6 @@ __all__ = [
     "PlacementTimeoutError",
     "PortLease",
     "PortUnavailableError",
-    "RayVersionError",
     "RayVirtualCluster",
     "ReservationReport",
     "ResourceHolder",

@@ -106,17 +106,11 @@ def attach_to(
             f'address="local" to start a cluster of your own. If the cluster wants a token, set {_TOKEN}.'
         ) from error
     except (ConnectionError, ValueError, ray.exceptions.AuthenticationError, ray.exceptions.RpcError) as error:
-        if "No node info" in str(error.__context__):
-            raise PlacementError(
-                f"The Ray cluster at {which}, answers, but this process sees none of its nodes on this machine, and "
-                f"Ray attaches a process only to such a node. {CLIENT_REMEDY} Or start a node here with "
-                f"`ray start --address={address}`. A container beside that of a node needs the same process "
-                "namespace, and the session folder of Ray (/tmp/ray)."
-            ) from error
         # A token that is missing or wrong looks like the end of a connection too, after Ray has tried for a while.
         raise PlacementError(
             f"Something answers at {which}, but Ray cannot attach to it: {error}. If it is a Ray cluster that wants "
-            f'a token, set {_TOKEN}; address="local" starts a cluster of your own.'
+            f'a token, set {_TOKEN}; address="local" starts a cluster of your own. If none of its nodes is on this '
+            f"machine, or in a container that this process does not see into: {CLIENT_REMEDY}"
         ) from error
     _say(f"Attached to the Ray cluster at {which}.")
     return context

@@ -62,7 +62,6 @@ class Request:
     timeout_s: float
     wait_for_nodes_s: float
     unified: bool = False  # one placement group in all, with each logical node on a physical node of its own
-    timeout_name: str = "reserve_timeout_s"  # the argument with which the user has set `timeout_s`, for messages
 
 
 class ClusterConfig(TypedDict):

@@ -90,24 +90,3 @@ class PortUnavailableError(PlacementError, RuntimeError):
             "are, or were a moment ago, bound by other processes. Release leases (shut groups and clusters down) or "
             "give a wider range (port_range_low, port_range_high)."
         )
-
-
-@dataclass(eq=False, repr=False)
-class RayVersionError(PlacementError, RuntimeError):
-    """A private part of this version of Ray has another shape than Fairlead reads, so Fairlead does not use it.
-
-    Attributes:
-        package: the package that reads it.
-        version: the version of Ray.
-        differences: what differs, a sentence for each part.
-    """
-
-    package: str
-    version: str
-    differences: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return (
-            f"{self.package} cannot read private parts of Ray {self.version}, and gives no result, which could be "
-            f"wrong: {'; '.join(self.differences)}. Use a version of {self.package} that was tested with this Ray."
-        )

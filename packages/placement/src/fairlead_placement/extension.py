@@ -7,7 +7,7 @@ processes, and release what a dropped object holds.
 """
 
 from ._model import count_bundles, group_pairs
-from ._nodes.background import OneTimeEvent, run_each, run_in_thread
+from ._nodes.background import OneTimeEvent, run_in_thread
 from ._nodes.board import (
     Board,
     await_published,
@@ -77,7 +77,6 @@ __all__ = [
     "release_when_dropped",
     "remove_placement_groups",
     "run_command",
-    "run_each",
     "run_in_thread",
     "run_on_nodes",
     "wait_until",

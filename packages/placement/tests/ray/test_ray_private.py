@@ -140,7 +140,6 @@ def test_a_dropped_cluster_after_shutdown(run_script):
         ray.init = ray._private.worker.init = init
 
         from fairlead_placement import RayVirtualCluster
-        from fairlead_placement._reserve.finalizers import wait_for_dropped
 
         address, joined = "{ray.get_runtime_context().gcs_address}", 0
         for number in range({ROUNDS}):
@@ -149,7 +148,7 @@ def test_a_dropped_cluster_after_shutdown(run_script):
             time.sleep(random.random() * 0.05)
             ray.shutdown()
             if number % 2:  # otherwise the next `ray.init` overlaps with the return
-                assert wait_for_dropped(30)
+                time.sleep(1.0)
                 joined += ray.is_initialized()
         print(joined, elsewhere)
         """

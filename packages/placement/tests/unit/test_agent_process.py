@@ -128,14 +128,6 @@ def test_publications(process):
     assert process.read_all("") == {"other": "theirs"}
 
 
-def test_ports_are_not_used_again_at_once(process):
-    """The search goes on behind the port that was leased last, including where it began again at the lowest one."""
-    process._next = LOW + 2
-    assert process.lease(["mine", "other"], LOW, LOW + 2)[0] == [LOW + 2, LOW]
-    process.release(["mine", "other"])
-    assert process.lease(["mine"], LOW, LOW + 2)[0] == [LOW + 1]
-
-
 def test_an_old_sample(process, monkeypatch, eventually):
     """A watcher gets no sample from before a pause in which there was none (seam: the sample)."""
     process.memory("mine", 20.0)

@@ -120,10 +120,17 @@ def test_segments_of_bundles_need_gpus_per_node():
     ("row", "error", "message"),
     [
         ((0, "a", 0), ValueError, "row 1 must be (gpu_id, domain, rank, node_id), got (0, 'a', 0)"),
-        ((0, "a", "first", "n"), TypeError, "the rank of node n must be a number or None, got 'first'"),
-        ((0, "a", True, "n"), TypeError, "the rank of node n must be a number or None, got True"),
-        ((0, "a", float("nan"), "n"), ValueError, "the rank of node n must be a number or None, got nan"),
-        ((0, 7, 0, "n"), TypeError, "the domain of node n must be a string or None, got 7"),
+        (
+            (0, "a", "first", "n"),
+            ValueError,
+            "a domain (str | None) and a rank (a number), got 'a', 'first'",
+        ),
+        (
+            (0, "a", float("nan"), "n"),
+            ValueError,
+            "a domain (str | None) and a rank (a number), got 'a', nan",
+        ),
+        ((0, 7, 0, "n"), ValueError, "a domain (str | None) and a rank (a number), got 7, 0"),
         ((None, "a", 0, "n"), TypeError, "an accelerator id must be an integer or a string, got None"),
         ((1, "a", 0, "m"), ValueError, "node m is in two places: (domain, rank) ('b', 3) and ('a', 0)"),
     ],

@@ -99,7 +99,13 @@ def ask_agents(
             return answers | dict.fromkeys(left, error)
         if not wait:
             break
-        answers |= _explain_all(method, timeout_s, outcomes)
+        for node_id, (answer, failure) in outcomes.items():
+            late = (
+                f"The agent of node {node_id} did not answer {method!r} within {timeout_s:g} s. Its process may be "
+                "starting on a very busy node: try again, or look at the node."
+            )
+            failed = f"The agent of node {node_id} could not do {method!r}"
+            answers[node_id] = answer if failure is None else explain_failure(failure, late, failed)
         is_over = time.monotonic() >= deadline
         # A name that was released in the meantime is not held again.
         left = [
@@ -245,18 +251,3 @@ def _send(
 def _is_own(error: Exception | None, kinds: tuple[type[Exception], ...]) -> bool:
     """Return whether an error is Ray's own, of some kinds. That of a function is a RayTaskError, whatever its class."""
     return isinstance(error, kinds) and not isinstance(error, ray.exceptions.RayTaskError)
-
-
-def _explain_all(method: str, limit_s: float, outcomes: Mapping[str, tuple[Any, Exception | None]]) -> dict[str, Any]:
-    """Return by node id the answer, or the error that says what to do."""
-    advice = "Its process may be starting on a very busy node: try again, or look at the node."
-    return {
-        node_id: answer
-        if error is None
-        else explain_failure(
-            error,
-            f"The agent of node {node_id} did not answer {method!r} within {limit_s:g} s. {advice}",
-            f"The agent of node {node_id} could not do {method!r}",
-        )
-        for node_id, (answer, error) in outcomes.items()
-    }

@@ -65,9 +65,6 @@ class NodeAgent:
         self._sampler: threading.Thread | None = None
         self._sample: Sample | None = None
         self._is_sampled = threading.Event()
-        # Where the next search starts. It moves on, so that a released port is not used again at once: late connections
-        # of its former users must not reach another server.
-        self._next = random.randrange(1 << 16)
 
     @ray.method(concurrency_group="end")  # type: ignore[untyped-decorator]
     def wait_for_end(self) -> None:
@@ -90,8 +87,8 @@ class NodeAgent:
         if all(lease_id in self._held for lease_id in lease_ids):
             return [self._held[lease_id][0] for lease_id in lease_ids], 0, 0
         leased, bound, in_use = {port for port, _ in self._held.values()}, dict[int, socket.socket](), 0
-        start = low + (self._next - low) % (high - low + 1)
-        for port in (*range(start, high + 1), *range(low, start)):
+        # In any order, because late connections of the former users of a port must not reach another server.
+        for port in random.sample(range(low, high + 1), high - low + 1):
             if port in leased or len(bound) == len(lease_ids):
                 continue
             if (held := _hold(port)) is None:
@@ -103,7 +100,6 @@ class NodeAgent:
                 held.close()
             return [], sum(low <= port <= high for port in leased), in_use
         self._held.update(zip(lease_ids, bound.items(), strict=True))
-        self._next = [*bound][-1] + 1
         return list(bound), 0, 0
 
     def publish(self, key: str, version: int, value: Any) -> None:

@@ -3,12 +3,11 @@
 
 import _thread
 import contextlib
-import contextvars
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -17,7 +16,6 @@ from .._ray_private import connection, never_connect
 from ..exceptions import PlacementError
 
 _T = TypeVar("_T")
-_Item = TypeVar("_Item")
 # The name of a thread, unless its function has one of its own.
 IO = "fairlead-io"
 # A signal such as Ctrl-C is handled within this time.
@@ -123,21 +121,3 @@ def _call(job: Job[Any], work: list[Any]) -> None:
         job.future.set_exception(error)
     del function, args
     job.over.set()
-
-
-def run_each(function: Callable[[_Item], _T], items: Sequence[_Item], at_once: int) -> list[Future[_T]]:
-    """Call a function with each item, in their order, on so many threads, in the context of the caller.
-
-    Return the future of each result. A call that has not begun can be cancelled.
-    """
-    jobs: list[Job[_T]] = [Job(time.monotonic()) for _ in items]
-    left = iter([(job, contextvars.copy_context(), item) for job, item in zip(jobs, items, strict=True)])
-
-    def serve() -> None:
-        for job, context, item in left:  # `next` of a list's iterator is atomic
-            if job.future.set_running_or_notify_cancel():
-                _call(job, [context.run, function, item])
-
-    for _ in range(min(at_once, len(items))):
-        run_in_thread(serve)
-    return [job.future for job in jobs]

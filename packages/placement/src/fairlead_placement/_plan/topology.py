@@ -5,7 +5,6 @@ A *domain* is a set of nodes with a fast interconnect between them; a node witho
 "unknown". The functions are pure.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 from .._model import Node, check_positive, group_pairs
@@ -127,12 +126,10 @@ def sort_bundle_indices_by_topology(
 
 
 def _place(node_id: str, domain: str | None, rank: float | None) -> tuple[str, float]:
-    if not isinstance(domain, str | None):
-        raise TypeError(f"the domain of node {node_id} must be a string or None, got {domain!r}")
-    if not isinstance(rank, int | float | None) or isinstance(rank, bool):
-        raise TypeError(f"the rank of node {node_id} must be a number or None, got {rank!r}")
-    if rank is not None and math.isnan(rank):  # NaN has no order
-        raise ValueError(f"the rank of node {node_id} must be a number or None, got {rank!r}")
+    if not isinstance(domain, str | None) or not isinstance(rank, int | float | None) or rank != rank:  # NaN
+        raise ValueError(
+            f"node {node_id} must have a domain (str | None) and a rank (a number), got {domain!r}, {rank!r}"
+        )
     return "" if domain in (None, UNKNOWN) else domain, rank or 0
 
 

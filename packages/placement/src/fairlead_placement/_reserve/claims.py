@@ -4,7 +4,6 @@
 The count is per driver. Ray keeps an actor pending, without an error, if its bundle has no room.
 """
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 
 from .._slot import Slot
 from ..exceptions import ResourceInsufficientError
-from .finalizers import wait_for_dropped
 
 _Key = tuple[str, int]
 _held: dict[_Key, dict["SlotClaim", None]] = {}
@@ -59,16 +57,6 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
     """
     reference = (lambda: None) if group is None else weakref.ref(group)
     claim = SlotClaim(holder, frozenset(slot.key for slot in slots), reference)
-    with contextlib.suppress(ResourceInsufficientError):
-        _enter(claim, slots)
-        return claim
-    wait_for_dropped(30.0)  # a dropped group is ended in the background, within about 20 s at worst
-    _enter(claim, slots)
-    return claim
-
-
-def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> None:
-    """Register a claim in every slot, or raise the error that names the holders of a full one."""
     with _lock:
         for slot in slots:
             claims = _held.get(slot.key, {})
@@ -78,15 +66,16 @@ def _enter(claim: SlotClaim, slots: Sequence[Slot]) -> None:
                 # `enable_colocation` makes room for two groups. It changes nothing if there is room for more.
                 wider = "enable_colocation=True" if is_single else f"max_colocated_worker_groups={slot.capacity + 1}"
                 raise ResourceInsufficientError(
-                    f"{claim.holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the "
+                    f"{holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the "
                     f"bundle has room for {slot.capacity} worker group{'' if is_single else 's'}, and {names} "
                     f"{'is' if is_single else 'are'} there. Shut {names if is_single else 'one of them'} down, or "
                     f"reserve the cluster with {wider}."
                 )
         for key in claim._keys:
             _held.setdefault(key, {})[claim] = None
-        if (group := claim._group()) is not None:
+        if group is not None:
             _groups.setdefault(id(group), group)
+    return claim
 
 
 def groups_on(slots: Sequence[Slot]) -> list[Any]:

@@ -107,21 +107,21 @@ def create_groups(
             create = functools.partial(placement_group, **named)
             made.append(ask_head("create placement groups", create, undo=_remove_late))
         # Ray places a group within two milliseconds, and a look takes one.
-        last, pause = max(deadline, time.monotonic() + PLACING_S), 0.0015
+        last, pause, lacking_since = max(deadline, time.monotonic() + PLACING_S), 0.0015, math.inf
+        ids = {group.id.hex() for group in made}
         placed: dict[str, tuple[str, ...]] = {}
-        pending, lacking_since = {group.id.hex() for group in made}, math.inf
-        while pending:
+        while pending := ids - placed.keys():
             time.sleep(pause)
+            lacks_room = False
             rows = {row["placement_group_id"]: row for row in ask_head("look at placement groups", _rows, pending)}
-            for group_id, row in rows.items():
-                if row["state"] == "CREATED":
+            for group_id in pending:
+                row = rows.get(group_id)
+                if row is not None and row["state"] == "CREATED":
                     placed[group_id] = tuple(row["bundles_to_node_id"][index] for index in range(len(row["bundles"])))
-            pending.difference_update(placed)
-            now = time.monotonic()
-            states = [rows[id_]["stats"]["scheduling_state"] if id_ in rows else "" for id_ in pending]
-            lacks_room = not set(states).issubset(_ON_ITS_WAY)
-            lacking_since = min(lacking_since, now) if lacks_room else math.inf
-            if not pending or now >= min(last, lacking_since + NO_ROOM_S):
+                else:
+                    lacks_room |= row is None or row["stats"]["scheduling_state"] not in _ON_ITS_WAY
+            lacking_since = min(lacking_since, time.monotonic()) if lacks_room else math.inf
+            if time.monotonic() >= min(last, lacking_since + NO_ROOM_S):
                 break
             pause = min(1.5 * pause, 0.25)
     except BaseException:

@@ -67,17 +67,13 @@ class Holding:
     _shutdowns: int = 0  # whatever began before the latest of them ends without a result
 
     @contextlib.contextmanager
-    def _change(self, timeout_s: float, timeout_name: str = "") -> Iterator[Callable[[], None]]:
-        """Keep other threads from changing what is held; yield a function that raises if a shutdown has begun since.
-
-        `timeout_name` is the argument with which the user has set `timeout_s`, if there is one.
-        """
+    def _change(self, timeout_s: float) -> Iterator[Callable[[], None]]:
+        """Keep other threads from changing what is held; yield a function that raises if a shutdown has begun since."""
         check, began = functools.partial(self._check, self._shutdowns), time.monotonic()
         if not self._changing.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            longer = f", or wait longer ({timeout_name})" if timeout_name else ""
             raise PlacementTimeoutError(
                 f"Waited {timeout_s:.1f} s: another thread still changes the cluster {self.request.name!r}. Try again "
-                f"when that has ended{longer}."
+                "when that has ended."
             )
         try:
             with head_deadline(max(0.0, began + timeout_s - time.monotonic())):
@@ -96,11 +92,11 @@ class Holding:
     def reserve(self, *, unified: bool) -> None:
         """Reserve, unless that has been done."""
         request = replace(self.request, unified=unified)
-        with self._change(max(request.timeout_s, request.wait_for_nodes_s), request.timeout_name) as check:
+        with self._change(max(request.timeout_s, request.wait_for_nodes_s)) as check:
             if self.held is not None:
                 return
             on = connection()
-            slots = reserve(request)
+            slots = reserve(request, check)
             self.request, self.held = request, Held(on=on, slots=slots)
             try:
                 check()  # a signal handler may have found nothing to release
@@ -113,7 +109,7 @@ class Holding:
     def replace_lost(self, *, timeout_s: float) -> tuple[Slot, ...]:
         """Reserve slots in place of those whose node is gone, and return the new ones."""
         deadline = time.monotonic() + timeout_s
-        with self._change(timeout_s, "timeout_s") as check:
+        with self._change(timeout_s) as check:
             alive = alive_nodes()
             if (before := self.held) is None:
                 raise PlacementError(f"The cluster {self.request.name!r} is not reserved. Reserve it first.")
@@ -132,9 +128,8 @@ class Holding:
                         asks=(replace(self.request.asks[node_idx], count=count),),
                         timeout_s=left_s,
                         wait_for_nodes_s=left_s,
-                        timeout_name="timeout_s",
                     )
-                    new += reserve(part)
+                    new += reserve(part, check)
                 check()
                 # Each new slot takes the place of a lost one of its logical node.
                 of_node = group_pairs((slot.node_idx, slot) for slot in reversed(new))

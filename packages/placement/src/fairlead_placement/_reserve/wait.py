@@ -4,7 +4,7 @@
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import ray
@@ -37,14 +37,18 @@ def examine(request: Request) -> ReservationReport:
     return ReservationReport(asks, nodes, read_holders(), verdict, plan or {})
 
 
-def reserve(request: Request) -> tuple[Slot, ...]:
-    """Place a request, again and again until it succeeds or its time is up, and return its slots."""
+def reserve(request: Request, check: Callable[[], object] = lambda: None) -> tuple[Slot, ...]:
+    """Place a request, again and again until it succeeds or its time is up, and return its slots.
+
+    `check` is called before each try, and raises if there should be none.
+    """
     request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
     began = time.monotonic()
     deadline, pause = began + request.timeout_s, POLL_S[0]
     silent_s = SILENT_S
     owned: dict[str, frozenset[str]] = {}  # the ids of the GPUs of nodes
     while True:
+        check()
         waited = time.monotonic() - began
         nodes = read_nodes()
         if request.gpu_ids:
@@ -121,5 +125,9 @@ def _explain(
         after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
         return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}{own}", report)
     why = refusal.why.replace("{holders}", name_holders(nodes, holders, names))
+    longer = "wait longer (reserve_timeout_s, or timeout_s of replace_lost_nodes)"
     error = ResourceInsufficientError if refusal.of_gpus else PlacementTimeoutError
-    return error(f"Waited {waited:.1f} s{why} or wait longer ({request.timeout_name}).{own}", report)
+    return error(
+        f"Waited {waited:.1f} s{why} or {longer}.{own}",
+        report,
+    )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import ray
 
 from fairlead_placement import PlacementError, init_ray
-from fairlead_placement.extension import actor_id_of, ask_head, head_deadline, read_board, refuse_client, run_each
+from fairlead_placement.extension import actor_id_of, ask_head, head_deadline, read_board, refuse_client, run_in_thread
 from fairlead_sharding import NamedSharding
 
 from .._membership.core import Core
@@ -283,7 +283,11 @@ def _find_actors(members: Sequence[Member], namespace: str) -> dict[str, Any]:
             return None  # it has ended
 
     def find_all() -> list[Any]:
-        return [job.result() for job in run_each(find, members, ASKED_AT_ONCE)]
+        handles: list[Any] = []
+        for start in range(0, len(members), ASKED_AT_ONCE):
+            jobs = [run_in_thread(find, member) for member in members[start : start + ASKED_AT_ONCE]]
+            handles += [job.future.result() for job in jobs]
+        return handles
 
     handles = ask_head("find the workers of a group", find_all) if members else []
     return {actor_id_of(handle): handle for handle in handles if handle is not None}

@@ -7,7 +7,8 @@ import os
 import queue
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PortLease, PortUnavailableError, RayVirtualCluster, Slot, lease_ports
-from fairlead_placement.extension import actor_id_of, ask_head, group_pairs, head_deadline, run_each
+from fairlead_placement.extension import actor_id_of, ask_head, group_pairs, head_deadline
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -417,14 +418,14 @@ def create_actors(
 
     first, *others = zip(plans, names, strict=True)
     create(first)  # this exports the class, which has to happen once
-    requested = run_each(create, others, WINDOW)
-    try:
-        for future in requested:
-            future.result()
-    finally:
-        for future in requested:
-            future.cancel()
-        wait(requested)
+    with ThreadPoolExecutor(WINDOW) as pool:
+        requested = [pool.submit(copy_context().run, create, request) for request in others]
+        try:
+            for future in requested:
+                future.result()
+        finally:
+            for future in requested:
+                future.cancel()
 
 
 def wait_started(
