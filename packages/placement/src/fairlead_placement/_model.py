@@ -199,12 +199,10 @@ def _check_gpu_ids(
     gpu_ids: Any, counts: Sequence[int], gpus: float, strategy: str, segment_size: int | None
 ) -> dict[int, frozenset[str]]:
     """Return the ids that the argument `gpu_ids` of a cluster names, by logical node in use."""
-    if gpus != 1:
-        raise ValueError(f"gpu_ids={gpu_ids!r} needs one GPU in each bundle (use_gpus=True), got {gpus:g}")
-    if strategy != "STRICT_PACK":
+    if gpus != 1 or strategy != "STRICT_PACK" or segment_size is not None:
         raise ValueError(
-            f"gpu_ids={gpu_ids!r} needs placement_group_strategy='STRICT_PACK', so that the ids are those of one "
-            f"node, got {strategy!r}"
+            f"gpu_ids={gpu_ids!r} needs one GPU in each bundle (use_gpus=True), placement_group_strategy='STRICT_PACK' "
+            f"and no segment_size, got {gpus:g}, {strategy!r} and {segment_size!r}"
         )
     if not isinstance(gpu_ids, (list, tuple)):
         raise ValueError(f"gpu_ids must be a list of ids, a list per logical node, or 'auto', got {gpu_ids!r}")
@@ -223,6 +221,4 @@ def _check_gpu_ids(
                 raise ValueError(
                     f"gpu_ids must be numbers, 0 or more, or names such as 'GPU-6a', got {gpu!r} in {ids!r}"
                 )
-    if segment_size is not None and used:
-        raise ValueError(f"give gpu_ids={gpu_ids!r} or segment_size={segment_size!r}, not both")
     return {node_idx: frozenset(map(str, per_node[node_idx])) for node_idx in used}

@@ -55,14 +55,6 @@ def connection() -> object | None:
     return worker._global_node if worker.global_worker.connected else None
 
 
-def started_here() -> bool:
-    """Return whether this process has started the Ray that it is connected to, so that nothing adds nodes to it.
-
-    Reason: Ray's public context does not say which process has started a cluster.
-    """
-    return bool(getattr(connection(), "head", False))
-
-
 @dataclass(frozen=True)
 class Raylet:
     """A raylet on this machine: its cluster's head, its node, the process that started it, and its user."""
@@ -141,24 +133,18 @@ def connect_to_head(address: str, find_token: bool) -> None:
 
 
 def autoscaler_is_there() -> bool:
-    """Return whether an autoscaler that may add nodes has reported its state to Ray.
+    """Return whether an autoscaler (version 2) that may add nodes has reported its state to Ray.
 
     Reason: nothing public shows what an autoscaler has reported.
     """
-    # Each head has one, which adds nothing without a configuration. Version 1 then reports each node's type as
-    # "node_<id>". Version 2 launches nothing if the head lacks the instance id that launchers give to nodes.
+    # Each head has one, which launches nothing if the head lacks the instance id that launchers give to nodes.
     with contextlib.suppress(*_MISSING):
         from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 
-        client = ray._private.worker.global_worker.gcs_client
-        status = GetClusterStatusReply.FromString(client.get_cluster_status())
-        state, nodes = status.autoscaling_state, status.cluster_resource_state.node_states
-        if state.last_seen_cluster_resource_state_version and any(node.instance_id for node in nodes):
-            return True
-        key = ray._private.ray_constants.DEBUG_AUTOSCALING_STATUS
-        report = json.loads(client.internal_kv_get(key.encode(), None) or "{}").get("autoscaler_report") or {}
-        types = report.get("node_type_mapping") or {}
-        return any(name != f"node_{node_id}" for node_id, name in types.items())
+        status = GetClusterStatusReply.FromString(ray._private.worker.global_worker.gcs_client.get_cluster_status())
+        nodes = status.cluster_resource_state.node_states
+        has_reported = status.autoscaling_state.last_seen_cluster_resource_state_version > 0
+        return has_reported and any(node.instance_id for node in nodes)
     return False
 
 

@@ -111,7 +111,7 @@ def ask_agents(
         left = [
             node_id
             for node_id, (_, failure) in outcomes.items()
-            if not is_over and _is_own(failure, _GONE) and agents[node_id].holds.issuperset(names[node_id])
+            if not is_over and isinstance(failure, _GONE) and agents[node_id].holds.issuperset(names[node_id])
         ]
         if left:
             time.sleep(min(PAUSE_S, max(0.0, deadline - time.monotonic())))
@@ -243,11 +243,6 @@ def _send(
     outcomes |= collect(sends, max(0.0, deadline - time.monotonic()))
     for node_id, (_, error) in outcomes.items():
         agents[node_id].is_known |= error is None
-        if _is_own(error, _DEAD):
+        if isinstance(error, _DEAD):
             _lose(agents[node_id], str(error))
     return outcomes
-
-
-def _is_own(error: Exception | None, kinds: tuple[type[Exception], ...]) -> bool:
-    """Return whether an error is Ray's own, of some kinds. That of a function is a RayTaskError, whatever its class."""
-    return isinstance(error, kinds) and not isinstance(error, ray.exceptions.RayTaskError)

@@ -12,8 +12,7 @@ import ray
 from .._model import Node, Request, Verdict
 from .._nodes.head import read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
-from .._ray_private import started_here
-from .._show import ReservationReport, count_noun, describe_asks, name_amounts, name_holders
+from .._show import ReservationReport, count_noun, describe_asks, name_holders
 from .._slot import Slot
 from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
 from .gpus import WITHOUT_GPUS, try_gpus
@@ -25,8 +24,8 @@ POLL_S = (0.05, 0.5)
 # A reservation that waits for longer logs why, and again after ten times as long.
 SILENT_S = 1.0
 _ADVICE = (
-    "Request less, add nodes (with an autoscaler: ray.autoscaler.sdk.request_resources), or wait for nodes that are "
-    "joining (wait_for_nodes_s)."
+    "Request less, add nodes, or wait for nodes that are joining (wait_for_nodes_s). A local Ray gets more by "
+    "init_ray(num_cpus=...) before anything else; an autoscaler adds nodes for ray.autoscaler.sdk.request_resources."
 )
 
 
@@ -114,20 +113,13 @@ def _explain(
     holders = read_holders()
     report = ReservationReport(request.asks, tuple(nodes), holders, refusal.verdict)
     names = {name for ask in request.asks for name in ask.bundle}
-    own = ""
-    if started_here() and not refusal.of_gpus:
-        total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in names}
-        own = (
-            f" This process has started its Ray itself, with {name_amounts(total)}. To start it with more, call "
-            "init_ray(num_cpus=...) before anything else."
-        )
     if refusal.verdict != "taken":
         after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
-        return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}{own}", report)
+        return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}", report)
     why = refusal.why.replace("{holders}", name_holders(nodes, holders, names))
     longer = "wait longer (reserve_timeout_s, or timeout_s of replace_lost_nodes)"
     error = ResourceInsufficientError if refusal.of_gpus else PlacementTimeoutError
     return error(
-        f"Waited {waited:.1f} s{why} or {longer}.{own}",
+        f"Waited {waited:.1f} s{why} or {longer}.",
         report,
     )
