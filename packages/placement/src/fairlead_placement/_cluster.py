@@ -314,7 +314,7 @@ class RayVirtualCluster:
         return self._holding.read_usage(list(dict.fromkeys(slot.node_id for slot in self.slots())))
 
     def groups(self) -> tuple[Any, ...]:
-        """Return the worker groups that run on this cluster's slots, in the order of their creation. Reserves nothing.
+        """Return the worker groups that run on this cluster's slots, in the order of these. Reserves nothing.
 
         These are the groups of this process that were passed to `claim_slots` and have not been shut down.
         """

@@ -117,9 +117,9 @@ def test_a_lease_that_is_requested_again(process):
 
 def test_publications(process):
     """A reader that has the latest version gets no value, and an older version replaces no newer one."""
-    process.publish("key", 3, "value")
-    process.publish("key", 2, "late")
-    process.publish("other", 1, "theirs")
+    process.publish(["key"], 3, "value")
+    process.publish(["key"], 2, "late")
+    process.publish(["other"], 1, "theirs")
     assert process.read("key", 2) == (3, "value")
     assert process.read("key", 3) == (3, None)
     assert process.read_all("k") == {"key": "value"}
@@ -130,11 +130,11 @@ def test_publications(process):
 
 def test_an_old_sample(process, monkeypatch, eventually):
     """A watcher gets no sample from before a pause in which there was none (seam: the sample)."""
-    process.memory("mine", 20.0)
+    process.memory(["mine"], 20.0)
     process.release(["mine"])
     assert eventually(lambda: not process._sampler.is_alive())
     over = threading.Event()
     monkeypatch.setattr(agent_process, "take_sample", lambda _: over.wait(60))
     with pytest.raises(TimeoutError, match="No sample of the node's memory within 0 s"):
-        process.memory("mine", 0.0)
+        process.memory(["mine"], 0.0)
     over.set()

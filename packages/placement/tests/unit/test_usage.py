@@ -64,13 +64,13 @@ def test_peaks(nvml):
 def test_a_driver_that_does_not_return(nvml, eventually):
     """While the driver of a GPU does not return, an agent shows its last sample (seam: pynvml)."""
     agent = NodeAgent()
-    agent.memory("watcher", 30.0)
+    agent.memory(["watcher"], 30.0)
     nvml.returns.clear()
     assert nvml.is_late.wait(60)
     try:
-        before = agent.memory("watcher", 30.0)
-        assert before == agent.memory("watcher", 30.0)
+        before = agent.memory(["watcher"], 30.0)
+        assert before == agent.memory(["watcher"], 30.0)
     finally:
         nvml.returns.set()
-    assert eventually(lambda: agent.memory("watcher", 30.0)[5] > before[5])
+    assert eventually(lambda: agent.memory(["watcher"], 30.0)[5] > before[5])
     agent.release(["watcher"])

@@ -72,9 +72,8 @@ def board_prefix(job_id: str, owner: str) -> str:
 
 def ask_agents(
     method: str,
-    arguments: Mapping[str, Sequence[Any]],
-    names: Mapping[str, Collection[str]],
-    *,
+    names: Mapping[str, Sequence[str]],
+    *arguments: Any,
     timeout_s: float = ANSWER_S,
     wait: bool = True,
 ) -> dict[str, Any]:
@@ -82,19 +81,20 @@ def ask_agents(
 
     Args:
         method: of the agent.
-        arguments: its arguments, by node id. An agent that is missing is created.
-        names: what the agents hold for this request, by node id. They live until all of it is released.
+        names: what the agents hold for this request, by node id. They live until all of it is released, and an agent
+            that is missing is created. A method gets these names first.
+        arguments: its other arguments.
         timeout_s: seconds that all of it may take.
         wait: whether to wait for the answers; else only errors are returned that are known at once.
     """
     deadline = time.monotonic() + timeout_s
     answers: dict[str, Any] = {}
-    left = list(arguments)
+    left = list(names)
     while left:
         try:
             with head_deadline(max(0.0, deadline - time.monotonic())):
                 agents = _get_agents({node_id: names[node_id] for node_id in left})
-            outcomes = _send(method, agents, arguments, deadline if wait else 0.0)
+            outcomes = _send(method, agents, names, *arguments, deadline=deadline if wait else 0.0)
         except (PlacementError, ray.exceptions.RayError) as error:
             return answers | dict.fromkeys(left, error)
         if not wait:
@@ -127,8 +127,7 @@ def release(names: Mapping[str, Collection[str]], *, timeout_s: float) -> None:
             agent.holds.difference_update(names[node_id])
     try:
         if agents:
-            requests = {node_id: ([*names[node_id]],) for node_id in agents}
-            _send("release", agents, requests, time.monotonic() + timeout_s)
+            _send("release", agents, names, deadline=time.monotonic() + timeout_s)
     finally:
         for agent in agents.values():
             _end_if_idle(agent)
@@ -231,12 +230,12 @@ def _end_if_idle(agent: _Agent) -> None:
 
 
 def _send(
-    method: str, agents: Mapping[str, _Agent], arguments: Mapping[str, Sequence[Any]], deadline: float
+    method: str, agents: Mapping[str, _Agent], names: Mapping[str, Collection[str]], *arguments: Any, deadline: float
 ) -> dict[str, tuple[Any, Exception | None]]:
     # A handle goes when another thread releases the last of what the agent holds.
     handles = {node_id: handle for node_id, agent in agents.items() if (handle := agent.handle) is not None}
     sends = {
-        node_id: functools.partial(getattr(handle, method).remote, *arguments[node_id])
+        node_id: functools.partial(getattr(handle, method).remote, [*names[node_id]], *arguments)
         for node_id, handle in handles.items()
     }
     outcomes: dict[str, Any] = dict.fromkeys(agents.keys() - handles, (None, ray.exceptions.ActorDiedError()))

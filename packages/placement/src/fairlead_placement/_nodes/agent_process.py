@@ -102,8 +102,9 @@ class NodeAgent:
         self._held.update(zip(lease_ids, bound.items(), strict=True))
         return list(bound), 0, 0
 
-    def publish(self, key: str, version: int, value: Any) -> None:
-        """Publish a value, in place of an older one with this key."""
+    def publish(self, keys: list[str], version: int, value: Any) -> None:
+        """Publish a value under its only key, in place of an older one."""
+        (key,) = keys
         if version > self.read(key, 0)[0]:
             self._published[key] = version, value
 
@@ -116,9 +117,9 @@ class NodeAgent:
         """Return the values whose keys begin with a prefix, in the order of the keys."""
         return {key: value for key, (_, value) in sorted(self._published.items()) if key.startswith(prefix)}
 
-    def memory(self, watcher: str, timeout_s: float) -> Sample:
+    def memory(self, watchers: list[str], timeout_s: float) -> Sample:
         """Return the latest sample of the node's memory; one is taken each second until all watchers are released."""
-        self._watchers.add(watcher)
+        self._watchers.update(watchers)
         if self._sampler is None or not self._sampler.is_alive():
             self._sample = None
             self._is_sampled.clear()

@@ -60,8 +60,7 @@ def _send(key: str, version: int, value: Any, timeout_s: float = PUBLISH_S, *, w
         node_id = ray.get_runtime_context().get_node_id()
     except RuntimeError as error:  # another thread has shut Ray down, so that nobody can read it
         return [error]
-    request, names = {node_id: (key, version, value)}, {node_id: (key,)}
-    answers = [*ask_agents("publish", request, names, timeout_s=timeout_s, wait=wait).values()]
+    answers = [*ask_agents("publish", {node_id: [key]}, version, value, timeout_s=timeout_s, wait=wait).values()]
     if answers and not wait:
         logger.warning("Cannot publish %s, so other processes do not see its latest state: %s", key, *answers)
     if key not in _published:  # another thread has withdrawn it in the meantime

@@ -89,8 +89,7 @@ def lease_ports(
     ids = {node_id: [lease.lease_id for lease in leases] for node_id, leases in on_node.items()}
     leased: dict[str, PortLease] = {}
     try:
-        requests = {node_id: (its, low, high) for node_id, its in ids.items()}
-        for node_id, answer in ask_agents("lease", requests, ids, timeout_s=timeout_s).items():
+        for node_id, answer in ask_agents("lease", ids, low, high, timeout_s=timeout_s).items():
             if isinstance(answer, Exception):
                 raise answer
             ports, held, in_use = answer

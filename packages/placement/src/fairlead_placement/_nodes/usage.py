@@ -53,8 +53,7 @@ class NodeUsage:
 
 def watch(node_ids: Iterable[str], watcher: str) -> None:
     """Have the agents of nodes take a sample for a watcher each second until `unwatch`, without waiting for them."""
-    names = dict.fromkeys(node_ids, (watcher,))
-    for error in ask_agents("memory", dict.fromkeys(names, (watcher, 0.0)), names, wait=False).values():
+    for error in ask_agents("memory", dict.fromkeys(node_ids, (watcher,)), 0.0, wait=False).values():
         raise error
 
 
@@ -69,8 +68,7 @@ def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage,
     if watcher is None:
         answers: dict[str, Any] = run_on_nodes(take_sample, dict.fromkeys(asked, ()), timeout_s=ANSWER_S)
     else:
-        names = dict.fromkeys(asked, (watcher,))
-        answers = ask_agents("memory", dict.fromkeys(asked, (watcher, FIRST_SAMPLE_S)), names)
+        answers = ask_agents("memory", dict.fromkeys(asked, (watcher,)), FIRST_SAMPLE_S)
     usage = []
     for node_id in asked:
         if isinstance(answers[node_id], Exception):

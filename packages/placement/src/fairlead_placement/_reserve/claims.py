@@ -15,9 +15,7 @@ from ..exceptions import ResourceInsufficientError
 
 _Key = tuple[str, int]
 _held: dict[_Key, dict["SlotClaim", None]] = {}
-# Every group that has claimed slots, by its identity, in the order of its first claim: one that moves claims again.
-_groups: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-# For all of these. Reentrant: a signal handler may shut a group down in the middle of anything.
+# For all claims. Reentrant: a signal handler may shut a group down in the middle of anything.
 _lock = threading.RLock()
 
 
@@ -73,13 +71,11 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
                 )
         for key in claim._keys:
             _held.setdefault(key, {})[claim] = None
-        if group is not None:
-            _groups.setdefault(id(group), group)
     return claim
 
 
 def groups_on(slots: Sequence[Slot]) -> list[Any]:
-    """Return the groups registered on any of the slots, in the order of their first claims."""
+    """Return the groups registered on any of the slots, in the order of the slots and of the claims on each."""
     with _lock:
-        present = {id(claim._group()) for slot in slots for claim in _held.get(slot.key, ())}
-        return [group for group in _groups.values() if id(group) in present]
+        groups = [claim._group() for slot in slots for claim in _held.get(slot.key, ())]
+    return [*{id(group): group for group in groups if group is not None}.values()]
