@@ -50,7 +50,6 @@ def explain(cluster: RayVirtualCluster) -> None:
     assert_type(report.holders, tuple[placement.ResourceHolder, ...])
     (usage, *_) = cluster.get_resource_usage()
     assert_type(usage, placement.NodeUsage)
-    assert_type(usage.gpu_memory, tuple[placement.GpuMemory, ...] | None)
 
 
 def lease(slots: Sequence[Slot]) -> None:

@@ -14,7 +14,7 @@ from ._cluster import RayVirtualCluster
 from ._init import init_ray
 from ._model import ClusterConfig, Node
 from ._nodes.ports import PortLease, lease_ports, release_ports
-from ._nodes.usage import GpuMemory, NodeUsage
+from ._nodes.usage import NodeUsage
 from ._plan.topology import select_segment_nodes, sort_bundle_indices_by_topology
 from ._reserve.slots import read_slots
 from ._show import ReservationReport, ResourceHolder
@@ -31,7 +31,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ClusterConfig",
-    "GpuMemory",
     "HeadTimeoutError",
     "Node",
     "NodeUsage",

@@ -139,7 +139,6 @@ def _check_segments(size: Any, used: int, strategy: str) -> None:
 def make_request(
     counts: Any,
     *,
-    name: str,
     capacity: int,
     cpus_per_worker: int,
     strategy: Strategy,
@@ -149,10 +148,9 @@ def make_request(
     constraints: Sequence[Mapping[str, float]] | None,
     gpu_ids: Any,
     segment_size: Any,
-    timeout_s: float,
-    wait_for_nodes_s: float,
+    **checked: Any,
 ) -> Request:
-    """Return the request of a cluster from the arguments of its constructor, once they are checked."""
+    """Return the request of a cluster from the arguments of its constructor, once those are checked that are not."""
     if not isinstance(counts, (list, tuple)) or not counts:
         raise ValueError(f"bundle_ct_per_node_list must be a list with an entry per logical node, got {counts!r}")
     for count in counts:
@@ -185,13 +183,11 @@ def make_request(
     ]
     return Request(
         asks=tuple(asks),
-        name=name,
         capacity=capacity,
         accelerators=held,
         gpu_ids=wanted,
         segment_size=segment_size,
-        timeout_s=timeout_s,
-        wait_for_nodes_s=wait_for_nodes_s,
+        **checked,
     )
 
 

@@ -8,9 +8,8 @@ import time
 import pytest
 import ray
 
-from fairlead_placement import GpuMemory, RayVirtualCluster
+from fairlead_placement import RayVirtualCluster
 from fairlead_placement._nodes import agent as _agent
-from fairlead_placement._nodes import usage
 from fairlead_placement._reserve import held as _held
 
 
@@ -73,12 +72,3 @@ def test_no_agent(local_ray, monkeypatch):
         with pytest.raises(ray.exceptions.ActorUnschedulableError):
             cluster.reserve()
     assert repr(cluster).endswith("not reserved)")
-
-
-def test_gpu_values(local_ray, monkeypatch):
-    """GPU memory is returned as values (seam: the sample)."""
-    monkeypatch.setattr(usage, "take_sample", lambda: (9, 4, 5, 6, [(3, 1, 2)], 7, 8.0))
-    with RayVirtualCluster([1], use_gpus=False) as cluster:
-        (node,) = cluster.get_resource_usage()
-    assert node.gpu_memory == (GpuMemory(total_bytes=3, used_bytes=1, peak_bytes=2),)
-    assert (node.memory_peak_bytes, node.samples, node.sampled_at) == (6, 7, 8.0)

@@ -5,11 +5,9 @@ import contextlib
 import errno
 import os
 import socket
-import threading
 
 import pytest
 
-from fairlead_placement._nodes import agent_process
 from fairlead_placement._nodes.agent_process import NodeAgent
 
 
@@ -128,13 +126,12 @@ def test_publications(process):
     assert process.read_all("") == {"other": "theirs"}
 
 
-def test_an_old_sample(process, monkeypatch, eventually):
-    """A watcher gets no sample from before a pause in which there was none (seam: the sample)."""
-    process.memory(["mine"], 20.0)
-    process.release(["mine"])
+def test_samples(process, eventually):
+    """A watcher gets the peak of all samples since sampling began, and none from before a pause without watchers."""
+    first = process.memory(["mine"])
+    assert first[0] == first[1] + first[2]
+    assert eventually(lambda: process.memory(["other"])[4] == 3)
+    assert process.memory(["mine"])[3] >= first[3]
+    process.release(["mine", "other"])
     assert eventually(lambda: not process._sampler.is_alive())
-    over = threading.Event()
-    monkeypatch.setattr(agent_process, "take_sample", lambda _: over.wait(60))
-    with pytest.raises(TimeoutError, match="No sample of the node's memory within 0 s"):
-        process.memory(["mine"], 0.0)
-    over.set()
+    assert process.memory(["late"])[4] == 1

@@ -76,17 +76,14 @@ def test_a_worker_sees_its_gpu(real_ray):
 
 
 def test_memory(real_ray, eventually):
-    """The use of memory of the GPU is reported for the node and for the worker, and ends with the worker."""
+    """The use of memory of the GPU is reported for the worker."""
     pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
     restart = Restart(max_restarts=5)
     with (
-        RayVirtualCluster([1], use_gpus=True, monitor_memory=True) as cluster,
+        RayVirtualCluster([1], use_gpus=True) as cluster,
         RayWorkerGroup(cluster, RayWorkerBuilder(Worker, 2048), restart=restart) as group,
     ):
         (usage,) = group.get_resource_usage()
-        (node,) = cluster.get_resource_usage()
-        assert node.gpu_memory[0].used_bytes >= 2048 * MIB
-        assert node.gpu_memory[0].total_bytes > 2048 * MIB
         # In a virtual machine the driver may report no process.
         assert usage.gpu_memory_bytes == 0 or usage.gpu_memory_bytes >= 2048 * MIB
 

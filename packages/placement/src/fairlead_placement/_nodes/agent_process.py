@@ -14,40 +14,20 @@ from typing import Any
 
 import ray
 
-# How long the first sample may take: without persistence mode, the driver of a GPU takes a few seconds to load.
-FIRST_SAMPLE_S = 30.0
-# The total, used and available bytes of the node's memory, and the largest use; the total and used bytes of each GPU
-# and the largest use, None without nvidia-ml-py or a GPU; how many samples there were, and when this one was taken.
-Sample = tuple[int, int, int, int, list[tuple[int, int, int]] | None, int, float]
+# The total, used and available bytes of the node's memory, and the largest use; how many samples there were, and when
+# this one was taken.
+Sample = tuple[int, int, int, int, int, float]
 
 
 def take_sample(before: Sample | None = None) -> Sample:
-    """Return a sample of the node's memory, with the peaks since the first of the samples before it."""
+    """Return a sample of the node's memory, with the peak since the first of the samples before it."""
     import psutil  # Ray brings it
 
     memory = psutil.virtual_memory()
     # psutil's `used` includes the kernel's caches in some versions and not in others.
     used = memory.total - memory.available
-    peak, on_gpus, samples = (0, None, 0) if before is None else before[3:6]
-    gpus = []
-    for number, (total, in_use) in enumerate(_read_gpus()):
-        seen = on_gpus[number][2] if on_gpus and number < len(on_gpus) else 0
-        gpus.append((total, in_use, max(in_use, seen)))
-    return memory.total, used, memory.available, max(used, peak), gpus or None, samples + 1, time.time()
-
-
-def _read_gpus() -> list[tuple[int, int]]:
-    """Return the total and the used bytes of each GPU, in NVML's order."""
-    try:
-        import pynvml
-    except ImportError:
-        return []
-    try:
-        pynvml.nvmlInit()
-        gpus = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [(int(memory.total), int(memory.used)) for memory in map(pynvml.nvmlDeviceGetMemoryInfo, gpus)]
-    except pynvml.NVMLError:  # there is no driver, or a GPU has failed
-        return []
+    peak, samples = (0, 0) if before is None else before[3:5]
+    return memory.total, used, memory.available, max(used, peak), samples + 1, time.time()
 
 
 class NodeAgent:
@@ -64,7 +44,6 @@ class NodeAgent:
         self._published: dict[str, tuple[int, Any]] = {}
         self._sampler: threading.Thread | None = None
         self._sample: Sample | None = None
-        self._is_sampled = threading.Event()
 
     @ray.method(concurrency_group="end")  # type: ignore[untyped-decorator]
     def wait_for_end(self) -> None:
@@ -117,25 +96,20 @@ class NodeAgent:
         """Return the values whose keys begin with a prefix, in the order of the keys."""
         return {key: value for key, (_, value) in sorted(self._published.items()) if key.startswith(prefix)}
 
-    def memory(self, watchers: list[str], timeout_s: float) -> Sample:
+    def memory(self, watchers: list[str]) -> Sample | None:
         """Return the latest sample of the node's memory; one is taken each second until all watchers are released."""
         self._watchers.update(watchers)
         if self._sampler is None or not self._sampler.is_alive():
-            self._sample = None
-            self._is_sampled.clear()
-            # A GPU's driver that does not return blocks this thread, and no other request.
+            self._sample = take_sample()
             self._sampler = threading.Thread(target=self._keep_sampling, name="fairlead-memory", daemon=True)
             self._sampler.start()
-        if not self._is_sampled.wait(timeout_s) or self._sample is None:
-            raise TimeoutError(f"No sample of the node's memory within {timeout_s:g} s. Look at its GPUs.")
         return self._sample
 
     def _keep_sampling(self) -> None:
         while self._watchers:
+            time.sleep(1.0)
             with contextlib.suppress(OSError):  # too many open files
                 self._sample = take_sample(self._sample)
-                self._is_sampled.set()
-            time.sleep(1.0)
 
 
 def _hold(port: int) -> socket.socket | None:

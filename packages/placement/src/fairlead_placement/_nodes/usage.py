@@ -6,24 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .agent import ANSWER_S, ask_agents, release
-from .agent_process import FIRST_SAMPLE_S, take_sample
+from .agent_process import take_sample
 from .functions import run_on_nodes
 from .head import alive_nodes, head_deadline
-
-
-@dataclass(frozen=True)
-class GpuMemory:
-    """Memory of one GPU.
-
-    Attributes:
-        total_bytes: its size.
-        used_bytes: how much of it is in use.
-        peak_bytes: the largest use in any sample.
-    """
-
-    total_bytes: int
-    used_bytes: int
-    peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -36,7 +21,6 @@ class NodeUsage:
         memory_used_bytes: the memory that is not available.
         memory_available_bytes: the memory that processes can still get.
         memory_peak_bytes: the largest use in any sample.
-        gpu_memory: one entry per GPU of the machine, in NVML's order; None without nvidia-ml-py or a GPU.
         samples: how many samples have been taken, including this one.
         sampled_at: when this sample was taken, in seconds since the epoch by the node's clock.
     """
@@ -46,14 +30,13 @@ class NodeUsage:
     memory_used_bytes: int
     memory_available_bytes: int
     memory_peak_bytes: int
-    gpu_memory: tuple[GpuMemory, ...] | None
     samples: int
     sampled_at: float
 
 
 def watch(node_ids: Iterable[str], watcher: str) -> None:
     """Have the agents of nodes take a sample for a watcher each second until `unwatch`, without waiting for them."""
-    for error in ask_agents("memory", dict.fromkeys(node_ids, (watcher,)), 0.0, wait=False).values():
+    for error in ask_agents("memory", dict.fromkeys(node_ids, (watcher,)), wait=False).values():
         raise error
 
 
@@ -68,14 +51,12 @@ def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage,
     if watcher is None:
         answers: dict[str, Any] = run_on_nodes(take_sample, dict.fromkeys(asked, ()), timeout_s=ANSWER_S)
     else:
-        answers = ask_agents("memory", dict.fromkeys(asked, (watcher,)), FIRST_SAMPLE_S)
+        answers = ask_agents("memory", dict.fromkeys(asked, (watcher,)))
     usage = []
     for node_id in asked:
         if isinstance(answers[node_id], Exception):
             raise answers[node_id]
-        total, used, available, peak, gpus, samples, sampled_at = answers[node_id]
-        on_gpus = None if gpus is None else tuple(GpuMemory(*gpu) for gpu in gpus)
-        usage.append(NodeUsage(node_id, total, used, available, peak, on_gpus, samples, sampled_at))
+        usage.append(NodeUsage(node_id, *answers[node_id]))
     return tuple(usage)
 
 

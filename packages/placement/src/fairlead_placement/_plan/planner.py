@@ -113,17 +113,13 @@ class Site:
         return {ask.node_idx: (self.nodes[places[ask.node_idx]].node_id,) * ask.count for ask in self.asks}
 
     def _lacks_room(self) -> bool:
-        """Return whether totals, or the nodes that hold a unit of some shape, prove that the nodes lack room."""
+        """Return whether the nodes that hold a unit of some shape prove that they lack room for it."""
         counts = Counter(self.shape_of[ask.node_idx] for ask in self.asks)
         for shape, number in counts.items():
             most = number if shape.apart else shape.units * number
             if shape.units * number > sum(min(count, most) for count in shape.fits):
                 return True
-        units = [(shape.unit, shape.units * n) for shape, n in counts.items()]
-        return any(
-            sum(unit[resource] * n for unit, n in units) > sum(has[resource] for has in self.room)
-            for resource in range(len(units[0][0]) if units else 0)
-        )
+        return False
 
     def _place_apart(self, asks: Sequence[Ask], positions: Sequence[int]) -> Places | None:
         """Place each logical node on a node of its own: in order on the first one, or else the largest first."""
