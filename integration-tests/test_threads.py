@@ -55,7 +55,7 @@ def names(monkeypatch):
 
 @pytest.mark.timeout(300)
 def test_three_kinds(local_ray, names, eventually):
-    """An elastic group has threads of three kinds, whatever it does, and one of them only once."""
+    """An elastic group has threads of three kinds, whatever it does."""
     with (
         RayVirtualCluster([4], use_gpus=False) as cluster,
         RayWorkerGroup(
@@ -80,7 +80,6 @@ def test_three_kinds(local_ray, names, eventually):
         assert eventually(lambda: step_of(handle) == [1, 1, 1])
         assert len(group.get_worker_status()) == 3
         running = [thread.name for thread in threading.enumerate() if thread.name.startswith("fairlead")]
-        assert running.count("fairlead-finalizers") <= 1
     with pytest.warns(ResourceWarning, match="dropped without shutdown"):
         drop_a_cluster(eventually)
     assert names | {*running} == KINDS  # what an earlier test has started runs on

@@ -129,15 +129,15 @@ EMPTY = (
 
 @pytest.fixture(scope="session")
 def run_autoscaler(tmp_path_factory):
-    """Return a context manager that runs Ray's autoscaler, which may add up to two nodes of 6 CPUs.
+    """Return a context manager that runs Ray's autoscaler (version 2), which may add up to two nodes of 6 CPUs.
 
-    It takes the autoscaler's version, the address of the cluster, the id of its head in the provider, the source of the
+    It takes the address of the cluster, the id of its head in the provider, the source of the
     provider's class, and when a node counts as idle. It yields the folder of its output.
     """
     from ray._private import services
 
     @contextlib.contextmanager
-    def run(version, address, head, provider, *, idle_minutes):
+    def run(address, head, provider, *, idle_minutes):
         folder = tmp_path_factory.mktemp("autoscaler")
         (folder / "provider_of_tests.py").write_text(provider)
         config = {
@@ -174,7 +174,7 @@ def run_autoscaler(tmp_path_factory):
                 stdout_filepath=str(folder / "out"),
                 stderr_filepath=str(folder / "err"),
                 autoscaling_config=str(folder / "config.json"),
-                autoscaler_v2=version == 2,
+                autoscaler_v2=True,
             ).process
         try:
             yield folder

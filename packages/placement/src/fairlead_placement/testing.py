@@ -18,8 +18,6 @@ __all__ = ["assert_no_leaks"]
 
 # Ray accounts for these itself, and the amounts change at any time.
 _IGNORED = ("memory", "object_store_memory")
-# What is in use on a cluster, by kind, as lines that can be compared and shown.
-_Snapshot = dict[str, frozenset[str]]
 
 
 @contextlib.contextmanager
@@ -62,7 +60,8 @@ def _live_groups() -> dict[str, str]:
     return {group_id: row["name"] for group_id, row in placement_group_table().items() if row["state"] != "REMOVED"}
 
 
-def _snapshot() -> _Snapshot:
+def _snapshot() -> dict[str, frozenset[str]]:
+    """Return what is in use on the cluster, by kind, as lines that can be compared and shown."""
     # The name of a node's own resource holds its address. Dead nodes are not listed.
     free = {
         f"{node_id[:8]}: {amount:g} {name}"

@@ -37,7 +37,7 @@ def autoscaler(raylets, run_autoscaler, eventually):
     options = {"num_cpus": 0, "no_monitor": True, "env_vars": variables}
     with (
         raylets(options, logging_level="error", log_to_driver=False) as cluster,
-        run_autoscaler(2, cluster.address, HEAD, PROVIDER, idle_minutes=IDLE_S / 60) as folder,
+        run_autoscaler(cluster.address, HEAD, PROVIDER, idle_minutes=IDLE_S / 60) as folder,
     ):
         assert eventually(autoscaler_is_there, 120)
         yield folder

@@ -38,7 +38,7 @@ def empty(nodes):
 
 
 def plan(*args, **options):
-    return decide(*args, **options).plan
+    return decide(*args, **options)[0]
 
 
 BUNDLES = [{"CPU": 1}, {"CPU": 1}, {"CPU": 2}, {"CPU": 1, "x": 0.1}, {"CPU": 1, "x": 1}, {"x": 0.5}]
@@ -146,11 +146,11 @@ def test_no_arrangement():
 def test_what_others_hold_matters_only_if_it_is_needed():
     """A resource that is in use counts only on nodes that the request may use, and only if it asks for it."""
     full = node("n0", {"CPU": 8, "x": 0}, CPU=8, x=1)
-    assert decide(asks_of(9), [full]).verdict == "impossible"
-    assert decide(asks_of(5, 4, 4, 3, 2, 2), [full, *nodes_of(10, 10)]).verdict == "fits"
+    assert decide(asks_of(9), [full])[1] == "impossible"
+    assert decide(asks_of(5, 4, 4, 3, 2, 2), [full, *nodes_of(10, 10)])[1] == "fits"
     asks = [dataclasses.replace(ask, labels={"zone": "a"}) for ask in asks_of(5, 4, 3)]
     nodes = [dataclasses.replace(one, labels={"zone": "a"}) for one in nodes_of(6, 6)]
-    assert decide(asks, [node("n9", {}, CPU=8), *nodes]).verdict == "impossible"
+    assert decide(asks, [node("n9", {}, CPU=8), *nodes])[1] == "impossible"
 
 
 def in_domains(**domains):

@@ -17,8 +17,8 @@ from .agent import ANSWER_S, ask_agents, nodes_with, release
 # Below the ephemeral range of every operating system, above the ports reserved for root.
 PORT_LOW = 1400
 PORT_HIGH = 1999
-# The leases of this process by their ids, which are the names that the agents hold.
-_leases: dict[str, "PortLease"] = {}
+# The leases of this process. Their ids are the names that the agents hold.
+_leases: set["PortLease"] = set()
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ def lease_ports(
         # A lease whose answer never arrives is released too.
         release(ids, timeout_s=max(0.0, began + timeout_s - time.monotonic()))
         raise
-    _leases.update(leased)
+    _leases.update(leased.values())
     return tuple(tuple(leased[lease.lease_id] for lease in leases) for leases in wanted)
 
 
 def leased_ports() -> list[PortLease]:
     """Return the leases of this process."""
-    return [lease for lease in [*_leases.values()] if nodes_with(lease.lease_id)]
+    return [lease for lease in [*_leases] if nodes_with(lease.lease_id)]
 
 
 def check_range(low: int, high: int) -> None:
@@ -123,7 +123,6 @@ def release_ports(leases: Sequence[PortLease], *, timeout_s: float = ANSWER_S) -
     does not answer in time releases them later.
     """
     per_node = group_pairs((lease.node_id, lease.lease_id) for lease in leases)
-    for lease in leases:
-        _leases.pop(lease.lease_id, None)
+    _leases.difference_update(leases)
     if ray.is_initialized():  # else the agents ended with the connection, and their sockets with them
         release(per_node, timeout_s=timeout_s)

@@ -52,12 +52,10 @@ def read_usage(node_ids: Sequence[str], watcher: str | None) -> tuple[NodeUsage,
         answers: dict[str, Any] = run_on_nodes(take_sample, dict.fromkeys(asked, ()), timeout_s=ANSWER_S)
     else:
         answers = ask_agents("memory", dict.fromkeys(asked, (watcher,)))
-    usage = []
-    for node_id in asked:
-        if isinstance(answers[node_id], Exception):
-            raise answers[node_id]
-        usage.append(NodeUsage(node_id, *answers[node_id]))
-    return tuple(usage)
+    for answer in answers.values():
+        if isinstance(answer, Exception):
+            raise answer
+    return tuple(NodeUsage(node_id, *answers[node_id]) for node_id in asked)
 
 
 def unwatch(node_ids: Iterable[str], watcher: str) -> None:

@@ -9,7 +9,6 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from .._model import PRECISION, Ask, Node, Verdict, group_pairs
 from .topology import node_place
@@ -19,21 +18,16 @@ Places = dict[int, int]
 Amounts = tuple[int, ...]
 
 
-class Decision(NamedTuple):
-    """Whether a request fits, as in `ReservationReport`; the plan is None unless the verdict is "fits"."""
-
-    plan: dict[int, tuple[str, ...]] | None
-    verdict: Verdict
-
-
 def decide(
     asks: Sequence[Ask], nodes: Sequence[Node], own_nodes: bool = False, segment_size: int | None = None
-) -> Decision:
+) -> tuple[dict[int, tuple[str, ...]] | None, Verdict]:
     """Place requests of one strategy, with one label selector, on nodes in physical order, by what is free there.
 
     If possible, logical nodes get physical nodes of their own in the requested order. If not, the largest takes the
     tightest node that is still unused. If that fails too, logical nodes share physical nodes, the largest first. No
     choice is revised, so uneven requests may have an arrangement that is not found.
+
+    Returns the plan and the verdict, as in `ReservationReport`; the plan is None unless the verdict is "fits".
 
     With `own_nodes`, no two logical nodes share a physical node. With `segment_size`, each group of that many logical
     nodes, by number, is on physical nodes of its own in one topology domain. The verdict is "taken" if there is a plan
@@ -43,9 +37,9 @@ def decide(
     nodes = usable(asks, nodes)
     plan = Site(asks, nodes, False, own_nodes).make_plan(segment_size)
     if plan is not None:
-        return Decision(plan, "fits")
+        return plan, "fits"
     is_taken = is_in_use(asks, nodes) and Site(asks, nodes, True, own_nodes).make_plan(segment_size) is not None
-    return Decision(None, "taken" if is_taken else "impossible")
+    return None, "taken" if is_taken else "impossible"
 
 
 def is_in_use(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
@@ -163,11 +157,6 @@ class Site:
             places.update(zip(members[shape], sorted(picked), strict=True))
         return places
 
-    def _domains(self) -> list[list[int]]:
-        """Return the nodes of each topology domain."""
-        places = ((node_place(node)[0], position) for position, node in enumerate(self.nodes))
-        return list(group_pairs((domain, position) for domain, position in places if domain).values())
-
     def _place_in_segments(self, segment_size: int) -> Places | None:
         """Place the requests in groups of this many, the largest first, each in the first domain that has room."""
 
@@ -176,7 +165,9 @@ class Site:
 
         blocks = [self.asks[start : start + segment_size] for start in range(0, len(self.asks), segment_size)]
         places: Places = {}
-        domains, first, before = self._domains(), 0, None
+        domain_of = ((node_place(node)[0], position) for position, node in enumerate(self.nodes))
+        domains = [*group_pairs((domain, position) for domain, position in domain_of if domain).values()]
+        first, before = 0, None
         for needed, block in sorted([(need(block), block) for block in blocks], key=operator.itemgetter(0)):
             # A domain that lacks room for a group stays so for all groups like it.
             first, before = (first if needed == before else 0), needed

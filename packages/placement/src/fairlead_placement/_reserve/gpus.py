@@ -95,7 +95,7 @@ def _examine_idle(request: Request, nodes: Sequence[Node], owned: Ids) -> Verdic
         asks.append(replace(ask, count=1, bundle=whole | dict.fromkeys(request.gpu_ids[ask.node_idx], 1.0)))
     totals = [{**node.total, **dict.fromkeys(owned[node.node_id], 1.0)} for node in nodes]
     idle = [replace(node, total=total, free=total) for node, total in zip(nodes, totals, strict=True)]
-    return decide(asks, idle).verdict
+    return decide(asks, idle)[1]
 
 
 def _refuse(request: Request, nodes: Sequence[Node], owned: Ids) -> Refusal:

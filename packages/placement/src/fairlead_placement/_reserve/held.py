@@ -95,9 +95,7 @@ class Holding:
         with self._change(max(request.timeout_s, request.wait_for_nodes_s)) as check:
             if self.held is not None:
                 return
-            on = connection()
-            slots = reserve(request, check)
-            self.request, self.held = request, Held(on=on, slots=slots)
+            self.request, self.held = request, Held(on=connection(), slots=reserve(request, check))
             try:
                 check()  # a signal handler may have found nothing to release
                 if self.watcher is not None:

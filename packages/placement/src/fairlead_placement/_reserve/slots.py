@@ -33,9 +33,7 @@ def slots_of(placed: Sequence[Reserved], capacity: int, known: Sequence[Node], *
 
     The nodes are read again if those that are known, in physical order, lack one.
     """
-    accelerators: list[list[Accelerators]] = [[{}] * len(reserved.bundles) for reserved in placed]
-    if any(bundle.keys() - {"CPU"} for reserved in placed for bundle in reserved.bundles):
-        accelerators = accelerator_ids(placed, timeout_s=timeout_s)
+    accelerators = accelerator_ids(placed, timeout_s=timeout_s)
     used = {node_id for reserved in placed for node_id in reserved.node_ids}
     present = known if used <= {node.node_id for node in known} else read_nodes()
     nodes = {node.node_id: (position, node) for position, node in enumerate(present)}
@@ -130,7 +128,7 @@ def accelerator_ids(placed: Sequence[Reserved], *, timeout_s: float) -> list[lis
                 "read_slots), or look at the nodes."
             )
         if error is not None:
-            raise error
+            raise PlacementError(f"A node was lost while the ids of its accelerators were read. Try again: {error}")
     return [
         [outcomes.get((number, index), ({}, None))[0] for index in range(len(group.bundles))]
         for number, group in enumerate(placed)

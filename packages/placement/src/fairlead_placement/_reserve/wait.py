@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import ray
-
 from .._model import Node, Request, Verdict
 from .._nodes.head import read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
 from .._show import ReservationReport, count_noun, describe_asks, name_holders
 from .._slot import Slot
-from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
+from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
 from .gpus import WITHOUT_GPUS, try_gpus
 from .groups import Refusal, place, remove
 from .slots import LEAST_S, slots_of
@@ -58,15 +56,10 @@ def reserve(request: Request, check: Callable[[], object] = lambda: None) -> tup
             outcome = _refuse(request, nodes, verdict) if placed is None else placed
         if not isinstance(outcome, Refusal):
             try:
-                left_s = max(LEAST_S, deadline - time.monotonic())
-                return slots_of(outcome, request.capacity, nodes, timeout_s=left_s)
-            except BaseException as error:
+                return slots_of(outcome, request.capacity, nodes, timeout_s=max(LEAST_S, deadline - time.monotonic()))
+            except BaseException:
                 remove([reserved.group for reserved in outcome])
-                is_loss = isinstance(error, (ray.exceptions.RayError, PlacementError))  # of a node, most likely
-                if not is_loss or isinstance(error, PlacementTimeoutError) or time.monotonic() >= deadline:
-                    raise
-                time.sleep(pause)
-                continue
+                raise
         limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
         if waited >= limit:
             raise _explain(request, nodes, outcome, waited)
@@ -101,7 +94,7 @@ def _refuse(request: Request, nodes: Sequence[Node], verdict: Verdict) -> Refusa
     lacks_gpus = "GPU" in request.accelerators and not any(node.total.get("GPU") for node in nodes)
     advice = f"No node has a GPU. {WITHOUT_GPUS}" if lacks_gpus else _ADVICE
     spread = [replace(ask, strategy="PACK") for ask in request.asks]
-    if not own and not size and decide(spread, nodes).verdict != "impossible":
+    if not own and not size and decide(spread, nodes)[1] != "impossible":
         advice = f'Use placement_group_strategy="PACK" if a logical node may be on several nodes. {advice}'
     return Refusal(f"The present nodes cannot hold {what}, even when they are idle (see below).", advice, verdict)
 
