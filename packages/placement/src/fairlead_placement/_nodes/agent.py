@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node agents of this process: one actor for each node on which it holds something, and only for that long.
 
-An agent needs no resources. It ends with the last of what it holds, and with this process. Workers are not affected
-when it dies; its ports are lost, with a warning, and what this process has published there is published again.
+An agent needs no resources. It ends with the last of what it holds, and with this process; that of this process's own
+node stays, so that the next group does not wait for a new process. Workers are not affected when it dies; its ports are
+lost, with a warning, and what this process has published there is published again.
 """
 
 import contextlib
@@ -51,6 +52,7 @@ class _Agent:
     holds: set[str]
     end: Any = None  # of a request that ends with the agent
     is_known: bool = False  # whether it has answered, so that the head knows it
+    is_late: bool = False  # whether it did not answer the last request that was waited for
 
 
 # By node id. The lock is reentrant, because a signal handler may release something. No request is made under it.
@@ -222,7 +224,9 @@ def _lose(agent: _Agent, why: str) -> None:
 
 
 def _end_if_idle(agent: _Agent) -> None:
-    """End an agent that holds nothing any more."""
+    """End an agent that holds nothing any more, but for one on this process's own node that answers."""
+    if not agent.is_late and connection() is not None and agent.node_id == ray.get_runtime_context().get_node_id():
+        return
     with _lock:
         if agent.holds or _agents.get(agent.node_id) is not agent or agent.handle is None:
             return
@@ -242,9 +246,11 @@ def _send(
         for node_id, handle in handles.items()
     }
     outcomes: dict[str, Any] = dict.fromkeys(agents.keys() - handles, (None, ray.exceptions.ActorDiedError()))
-    outcomes |= collect(sends, max(0.0, deadline - time.monotonic()))
+    left_s = max(0.0, deadline - time.monotonic())
+    outcomes |= collect(sends, left_s)
     for node_id, (_, error) in outcomes.items():
         agents[node_id].is_known |= error is None
+        agents[node_id].is_late = left_s > 0 and isinstance(error, ray.exceptions.GetTimeoutError)
         if _is_own(error, _DEAD):
             _lose(agents[node_id], str(error))
     return outcomes
