@@ -48,6 +48,7 @@ class _Agent:
 
     node_id: str
     on: object | None  # the connection to Ray
+    is_own: bool  # whether this process is on that node too
     handle: Any  # None once it is killed
     holds: set[str]
     end: Any = None  # of a request that ends with the agent
@@ -157,10 +158,11 @@ def _get_agents(names: Mapping[str, Collection[str]], deadline: float) -> dict[s
                     for node_id, held in names.items():
                         _agents[node_id].holds.update(held)
                     return {node_id: _agents[node_id] for node_id in names}
+            own = ray.get_runtime_context().get_node_id()
             request = f"start the agents of node(s) {', '.join(missing[:3])}"
             handles = ask_head(request, lambda node_ids: [*map(_create_actor, node_ids)], missing, undo=_kill)
             for node_id, handle in zip(missing, handles, strict=True):
-                agent = _Agent(node_id, here, handle, set(names[node_id]))
+                agent = _Agent(node_id, here, node_id == own, handle, set(names[node_id]))
                 _watch(agent)
                 with _lock:
                     _agents[node_id] = agent
@@ -225,7 +227,7 @@ def _lose(agent: _Agent, why: str) -> None:
 
 def _end_if_idle(agent: _Agent) -> None:
     """End an agent that holds nothing any more, but for one on this process's own node that answers."""
-    if not agent.is_late and connection() is not None and agent.node_id == ray.get_runtime_context().get_node_id():
+    if agent.is_own and not agent.is_late:
         return
     with _lock:
         if agent.holds or _agents.get(agent.node_id) is not agent or agent.handle is None:
