@@ -83,9 +83,7 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr)  # noqa: T201
 
 
-def attach_to(
-    named: str | None, *, timeout_s: float | None = None, find_token: bool = False, **options: Any
-) -> Any | None:
+def attach_to(named: str | None, *, timeout_s: float | None = None, find_token: bool = False, **options: Any) -> Any:
     """Attach to the cluster that `find_target` finds; return None if there is none and this process may start one.
 
     The head has `timeout_s` to answer; None is for `ATTACH_S`. With `find_token`, for commands, the token of the user

@@ -80,8 +80,3 @@ def test_no_gpus():
     refusal = _refuse(request, [node], "impossible")
     assert "cannot hold 1 bundle in 1 logical node, even when they are idle" in refusal.why
     assert refusal.advice.startswith("No node has a GPU. To reserve CPUs only, pass use_gpus=False without gpu_ids")
-
-    request = RayVirtualCluster([2, 3])._holding.request
-    refusal = _refuse(request, [NODE, node], "impossible")
-    assert "cannot hold 5 bundles in 2 logical nodes" in refusal.why
-    assert refusal.advice.startswith("Request less")

@@ -16,8 +16,6 @@ from .._nodes.background import run_in_thread
 from .._ray_private import block_shutdown, connection
 
 logger = logging.getLogger(__name__)
-# How long the exit of the interpreter waits for a release that is under way.
-EXIT_S = 2.0
 _turn = threading.Lock()  # only the thread that has it returns something
 
 
@@ -56,4 +54,4 @@ def _release(leak: Callable[[], object], give_back: Callable[[], object]) -> Non
 
 
 # After Ray's own hook, so that it runs before it: no release begins any more, and one that is under way has a moment.
-atexit.register(_turn.acquire, timeout=EXIT_S)
+atexit.register(_turn.acquire, timeout=2.0)

@@ -37,11 +37,6 @@ class Held:
     leases: dict[PortLease, None] = field(default_factory=dict)
 
     @property
-    def node_ids(self) -> list[str]:
-        """The ids of the physical nodes, in the order of the slots."""
-        return list(dict.fromkeys(slot.node_id for slot in self.slots))
-
-    @property
     def ray_ended(self) -> bool:
         """Whether this process is no longer connected to the Ray on which it was reserved."""
         return self.on != connection()
@@ -99,7 +94,7 @@ class Holding:
             try:
                 check()  # a signal handler may have found nothing to release
                 if self.watcher is not None:
-                    watch(self.held.node_ids, self.watcher)
+                    watch({slot.node_id for slot in self.held.slots}, self.watcher)
             except BaseException:
                 self.give_back()
                 raise
@@ -161,7 +156,7 @@ class Holding:
         staying = {slot.node_id for slot in slots}
         try:
             if self.watcher is not None:  # new nodes are watched from the first `get_resource_usage` on
-                unwatch(set(before.node_ids) - staying, self.watcher)
+                unwatch({slot.node_id for slot in before.slots} - staying, self.watcher)
             leases = [lease for lease in list(before.leases) if lease.node_id not in staying]
             for lease in leases:
                 before.leases.pop(lease, None)
