@@ -52,13 +52,13 @@ def run_on_nodes(
 
 def find_here(node_ids: Iterable[str]) -> frozenset[str]:
     """Return those nodes whose processes this process sees by the same pids, and may read."""
-    return _seen_from(connection()).intersection(node_ids)
+    return _look_for(connection(), frozenset(node_ids))
 
 
-@functools.lru_cache(maxsize=1)
-def _seen_from(_: object) -> frozenset[str]:
-    # A node that joins on this machine later is reached by tasks.
-    return frozenset(raylet.node_id for raylet in list_raylets())
+@functools.lru_cache(maxsize=16)
+def _look_for(_: object, node_ids: frozenset[str]) -> frozenset[str]:
+    # A node that runs has a raylet, so a look is enough for its life.
+    return node_ids.intersection(raylet.node_id for raylet in list_raylets())
 
 
 def run_in_tasks(
