@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's autoscaler (version 2) adds a node on request, and removes it after the cluster there is shut down.
+"""Ray's autoscaler (version 2) adds a node for a reservation, and removes it after the cluster is shut down.
 
 Its provider starts raylets on this machine, at most two of 6 CPUs. A node counts as idle after 5 s. `nox -s nightly`
 runs the tests that start several nodes.
@@ -7,7 +7,8 @@ runs the tests that start several nodes.
 
 import pytest
 import ray
-from ray.autoscaler.sdk import request_resources
+from ray._raylet import GcsClient
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.extension import autoscaler_is_there, run_on_nodes
@@ -48,16 +49,25 @@ def workers():
 
 
 def test_up_and_down(autoscaler, eventually):
-    """A reservation waits for a node that was requested, and the node goes soon after its cluster is shut down."""
+    """A reservation gets a node that was not there, and the node goes soon after its cluster is shut down."""
     assert workers() == []
-    request_resources(bundles=[{"CPU": 6}])
-    with RayVirtualCluster([6], use_gpus=False, wait_for_nodes_s=NODE_S) as cluster:
-        request_resources(bundles=[])
+    with RayVirtualCluster([6], use_gpus=False, reserve_timeout_s=NODE_S) as cluster:
         (node_id,) = workers()
         assert {slot.node_id for slot in cluster.slots()} == {node_id}
         cluster.get_master_address_and_port()
         assert run_on_nodes(int, {node_id: ("1",)}) == {node_id: 1}
-    # The node goes after its idle time.
+    check_empty(autoscaler, eventually)
+
+
+def check_empty(autoscaler, eventually):
+    """Refuse nodes that are there after their idle time, and demand."""
     if not eventually(lambda: not workers(), IDLE_S + 10):
         output = [path.read_text()[-3000:] for path in autoscaler.glob("monitor*.*")]
         pytest.fail(f"the node did not go: {output}")
+    assert demand() == []
+
+
+def demand():
+    """Return the number of bundles of each placement group that is pending."""
+    state = get_cluster_resource_state(GcsClient(ray.get_runtime_context().gcs_address))
+    return [len(gang.requests) for gang in state.pending_gang_resource_requests]

@@ -26,6 +26,8 @@ PLACING_S = 30.0
 SHOWN_S = 0.7
 # A group that lacks room for this long has lost a race. Ray's own views of what is free differ for some moments.
 NO_ROOM_S = 1.0
+# For so long a group may lack room if an autoscaler may add nodes. It reads every few seconds which groups lack room.
+DEMAND_S = 10.0
 # What Ray reports of a group that it is about to place. In any other state it has found no room, and will try again.
 _ON_ITS_WAY = ("QUEUED", "SCHEDULING_STARTED", "FINISHED")
 # More groups than this are looked up in Ray's table, which lists every group since the cluster has started.
@@ -55,10 +57,12 @@ class Refusal:
     of_gpus: bool = False  # whether others hold exactly the GPUs that were named
 
 
-def place(request: Request, plan: Mapping[int, tuple[str, ...]], *, deadline: float) -> Placed | None:
+def place(
+    request: Request, plan: Mapping[int, tuple[str, ...]], *, deadline: float, room_s: float = NO_ROOM_S
+) -> Placed | None:
     """Create the groups of a request. Return None, with nothing left behind, if Ray cannot place them.
 
-    `plan` has the node ids of each logical node, and is empty if Ray chooses the nodes. The deadline is as for
+    `plan` has the node ids of each logical node, and is empty if Ray chooses the nodes. The times are as for
     `create_groups`.
     """
     described: list[dict[str, Any]] = []
@@ -78,7 +82,7 @@ def place(request: Request, plan: Mapping[int, tuple[str, ...]], *, deadline: fl
             }
         )
         numbers.append(tuple(ask.node_idx for ask, _ in bundles))
-    placed = create_groups(described, deadline=deadline)
+    placed = create_groups(described, deadline=deadline, room_s=room_s)
     if None in placed.values():
         remove(list(placed))
         return None
@@ -87,13 +91,14 @@ def place(request: Request, plan: Mapping[int, tuple[str, ...]], *, deadline: fl
 
 
 def create_groups(
-    described: Sequence[Mapping[str, Any]], *, deadline: float
+    described: Sequence[Mapping[str, Any]], *, deadline: float, room_s: float = NO_ROOM_S
 ) -> dict[PlacementGroup, tuple[str, ...] | None]:
     """Create groups from Ray's options, and wait until Ray has placed all of them, or has found no room for one.
 
     Args:
         described: the options of each group.
         deadline: when to stop waiting, by `time.monotonic`; Ray always has `PLACING_S`, unless a group lacks room.
+        room_s: how long a group may lack room.
 
     Returns:
         The node ids of the bundles of each group. They are None for one that Ray has not placed, which the caller
@@ -121,7 +126,7 @@ def create_groups(
                 else:
                     lacks_room |= row is None or row["stats"]["scheduling_state"] not in _ON_ITS_WAY
             lacking_since = min(lacking_since, time.monotonic()) if lacks_room else math.inf
-            if time.monotonic() >= min(last, lacking_since + NO_ROOM_S):
+            if time.monotonic() >= min(last, lacking_since + room_s):
                 break
             pause = min(1.5 * pause, 0.25)
     except BaseException:

@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import ray
+
 from .._model import Node, Request, Verdict
-from .._nodes.head import read_holders, read_nodes
+from .._nodes.head import ask_head, read_holders, read_nodes
 from .._plan.planner import decide, is_in_use
+from .._ray_private import autoscaler_is_there
 from .._show import ReservationReport, count_noun, describe_asks, name_holders
 from .._slot import Slot
-from ..exceptions import PlacementTimeoutError, ResourceInsufficientError
+from ..exceptions import PlacementError, PlacementTimeoutError, ResourceInsufficientError
 from .gpus import WITHOUT_GPUS, try_gpus
-from .groups import Refusal, place, remove
+from .groups import DEMAND_S, Refusal, place, remove
 from .slots import LEAST_S, slots_of
 
 logger = logging.getLogger(__name__)
@@ -23,7 +26,7 @@ POLL_S = (0.05, 0.5)
 SILENT_S = 1.0
 _ADVICE = (
     "Request less, add nodes, or wait for nodes that are joining (wait_for_nodes_s). A local Ray gets more by "
-    "init_ray(num_cpus=...) before anything else; an autoscaler adds nodes for ray.autoscaler.sdk.request_resources."
+    "init_ray(num_cpus=...) before anything else."
 )
 
 
@@ -44,6 +47,7 @@ def reserve(request: Request, check: Callable[[], object] = lambda: None) -> tup
     deadline, pause = began + request.timeout_s, POLL_S[0]
     silent_s = SILENT_S
     owned: dict[str, frozenset[str]] = {}  # the ids of the GPUs of nodes
+    may_grow = False
     while True:
         check()
         waited = time.monotonic() - began
@@ -53,19 +57,29 @@ def reserve(request: Request, check: Callable[[], object] = lambda: None) -> tup
         else:
             plan, verdict = decide(request.asks, nodes, request.unified, request.segment_size)
             placed = None if plan is None else place(request, plan, deadline=deadline)
+            if placed is None and may_grow:  # groups without a place are demand
+                placed = place(request, {}, deadline=deadline, room_s=min(DEMAND_S, deadline - time.monotonic()))
             outcome = _refuse(request, nodes, verdict) if placed is None else placed
         if not isinstance(outcome, Refusal):
             try:
                 return slots_of(outcome, request.capacity, nodes, timeout_s=max(LEAST_S, deadline - time.monotonic()))
-            except BaseException:
+            except BaseException as error:
                 remove([reserved.group for reserved in outcome])
-                raise
-        limit = request.timeout_s if outcome.verdict == "taken" else request.wait_for_nodes_s
+                is_loss = isinstance(error, (ray.exceptions.RayError, PlacementError))  # of a node, most likely
+                if not is_loss or isinstance(error, PlacementTimeoutError) or time.monotonic() >= deadline:
+                    raise
+                time.sleep(pause)
+                continue
+        # Ray has no request for named GPUs, and none for nodes apart.
+        has_request = not (request.gpu_ids or request.segment_size or request.unified)
+        may_grow = has_request and ask_head("look for an autoscaler", autoscaler_is_there)
+        limit = request.timeout_s if may_grow or outcome.verdict == "taken" else request.wait_for_nodes_s
         if waited >= limit:
             raise _explain(request, nodes, outcome, waited)
         # From outside, fairlead-inspect reads `wants`, `lacks`, `began` and `limit`.
         wants = describe_asks(request.asks) + (f" for {request.name}" if request.name else "")
         lacks = "what it needs is not free" if outcome.verdict == "taken" else "the nodes are too few or too small"
+        lacks += ", and the autoscaler may add some" if may_grow else ""
         if waited >= silent_s:
             silent_s *= 10
             why = _explain(request, nodes, outcome, waited)
