@@ -7,7 +7,7 @@ runs the tests that start several nodes.
 
 import pytest
 import ray
-from ray.autoscaler.sdk import request_resources
+from ray.autoscaler.v2.sdk import request_cluster_resources
 
 from fairlead_placement import RayVirtualCluster
 from fairlead_placement.extension import autoscaler_is_there, run_on_nodes
@@ -24,10 +24,7 @@ NODE_S = 180.0
 
 @pytest.fixture(scope="module")
 def autoscaler(raylets, run_autoscaler, eventually):
-    """Return the folder of the output of an autoscaler of a cluster that has a head without room only.
-
-    Before its first report a cluster counts as one of fixed size.
-    """
+    """Return the folder of the output of an autoscaler of a cluster that has a head without room only."""
     variables = {
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD,
         "RAY_CLOUD_INSTANCE_ID": HEAD,
@@ -50,9 +47,11 @@ def workers():
 def test_up_and_down(autoscaler, eventually):
     """A reservation waits for a node that was requested, and the node goes soon after its cluster is shut down."""
     assert workers() == []
-    request_resources(bundles=[{"CPU": 6}])
+    # As `request_resources` does on a head whose launcher has chosen this autoscaler.
+    address = ray.get_runtime_context().gcs_address
+    request_cluster_resources(address, [{"resources": {"CPU": 6}}])
     with RayVirtualCluster([6], use_gpus=False, wait_for_nodes_s=NODE_S) as cluster:
-        request_resources(bundles=[])
+        request_cluster_resources(address, [])
         (node_id,) = workers()
         assert {slot.node_id for slot in cluster.slots()} == {node_id}
         cluster.get_master_address_and_port()
