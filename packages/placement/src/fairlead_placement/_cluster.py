@@ -56,8 +56,8 @@ class RayVirtualCluster:
             topology domain.
         node_resource_constraints: what else each bundle holds, per logical node.
         label_selector: the labels, with their values, of the nodes that may be used.
-        reserve_timeout_s: seconds to wait for resources that others hold, and for Ray's head.
-        wait_for_nodes_s: seconds to wait for nodes that are still joining, or that an autoscaler adds.
+        reserve_timeout_s: seconds to wait for resources that others hold, Ray's head, and nodes of an autoscaler.
+        wait_for_nodes_s: seconds to wait for nodes that are still joining.
 
     Raises:
         TypeError, ValueError: a bad argument. Nothing has been requested from Ray.

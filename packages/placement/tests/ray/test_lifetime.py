@@ -105,7 +105,7 @@ def test_few_functions_and_one_thread(run_script):
     """A reservation enters few functions of the package, on the calling thread and at most one other."""
     out = run_script(
         """
-        import sys, threading
+        import _thread, sys, threading
         from pathlib import Path
         import ray
         import fairlead_placement
@@ -120,11 +120,12 @@ def test_few_functions_and_one_thread(run_script):
 
         ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="error")
         before = set(threading.enumerate())
-        threading.setprofile(note)
+        start = _thread.start_new_thread
+        _thread.start_new_thread = lambda run, args: start(lambda: (sys.setprofile(note), run(*args)), ())
         sys.setprofile(note)
         cluster = fairlead_placement.RayVirtualCluster([4], use_gpus=False).reserve()
         sys.setprofile(None)
-        threading.setprofile(None)
+        _thread.start_new_thread = start
         print(len(entered), len(set(threading.enumerate()) - before))
         cluster.shutdown()
         """

@@ -99,18 +99,18 @@ def run_in_thread(function: Callable[..., _T], *args: Any, name: str = IO, on: o
     try:
         _thread.start_new_thread(_run, (job, name, work))
     except RuntimeError:
-        _call(job, work)
+        _run(job, "", work)
     return job
 
 
 def _run(job: Job[Any], name: str, work: list[Any]) -> None:
-    threading.current_thread().name = name
-    never_connect()
-    _call(job, work)
+    """Call a function with its arguments on a thread that gets a name, or on that of the caller if there is none.
 
-
-def _call(job: Job[Any], work: list[Any]) -> None:
-    """Call a function with arguments, of which no reference is left when the job is over."""
+    No reference to them is left when the job is over.
+    """
+    if name:
+        threading.current_thread().name = name
+        never_connect()
     function, *args = work
     work.clear()
     try:

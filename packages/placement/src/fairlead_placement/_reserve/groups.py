@@ -122,7 +122,7 @@ def create_groups(
             for group_id in pending:
                 row = rows.get(group_id)
                 if row is not None and row["state"] == "CREATED":
-                    placed[group_id] = _nodes_of(row)
+                    placed[group_id] = tuple(row["bundles_to_node_id"][index] for index in range(len(row["bundles"])))
                 else:
                     lacks_room |= row is None or row["stats"]["scheduling_state"] not in _ON_ITS_WAY
             lacking_since = min(lacking_since, time.monotonic()) if lacks_room else math.inf
@@ -157,8 +157,10 @@ def read_placed(groups: Sequence[PlacementGroup], *, deadline: float) -> Placed:
     placed = []
     for number, (group, row) in enumerate(zip(groups, rows, strict=True)):
         # The group itself would ask Ray's head for its bundles again, without a deadline.
-        bundles = tuple(row["bundles"][index] for index in range(len(row["bundles"])))
-        placed.append(Reserved(group, (number,) * len(bundles), _nodes_of(row), bundles))
+        indices = range(len(row["bundles"]))
+        node_ids = tuple(row["bundles_to_node_id"][index] for index in indices)
+        bundles = tuple(row["bundles"][index] for index in indices)
+        placed.append(Reserved(group, (number,) * len(bundles), node_ids, bundles))
     return tuple(placed)
 
 
@@ -220,10 +222,6 @@ def _rows(ids: AbstractSet[str]) -> list[dict[str, Any]]:
     else:
         rows = [row for group_id, row in placement_group_table().items() if group_id in ids]
     return [row for row in rows if row and row["state"] != "REMOVED"]
-
-
-def _nodes_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(row["bundles_to_node_id"][index] for index in range(len(row["bundles"])))
 
 
 def _on(free: Mapping[str, float]) -> set[str]:

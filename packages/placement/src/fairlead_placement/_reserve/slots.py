@@ -33,7 +33,9 @@ def slots_of(placed: Sequence[Reserved], capacity: int, known: Sequence[Node], *
 
     The nodes are read again if those that are known, in physical order, lack one.
     """
-    accelerators = accelerator_ids(placed, timeout_s=timeout_s)
+    accelerators: list[list[Accelerators]] = [[{}] * len(reserved.bundles) for reserved in placed]
+    if any(bundle.keys() - {"CPU"} for reserved in placed for bundle in reserved.bundles):
+        accelerators = accelerator_ids(placed, timeout_s=timeout_s)
     used = {node_id for reserved in placed for node_id in reserved.node_ids}
     present = known if used <= {node.node_id for node in known} else read_nodes()
     nodes = {node.node_id: (position, node) for position, node in enumerate(present)}
