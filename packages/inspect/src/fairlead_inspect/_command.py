@@ -6,15 +6,16 @@ import datetime
 import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import ray
 from rich.console import Group
 from rich.text import Text
 
 from fairlead_placement import HeadTimeoutError, PlacementError
-from fairlead_placement.extension import Output, add_command, ask_head, attach, run_command
+from fairlead_placement.extension import Output, add_command, ask_head, attach, find_others, run_command
 
 from . import _show
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
@@ -25,11 +26,11 @@ from .model import Finding, Snapshot
 
 _EPILOG = """\
 exit status:
-  0  done; for `why`: nothing is wrong
+  0  done; for `why`: nothing has stood still for as long as --after
   1  `why` found what others wait for
   2  the arguments are wrong
   3  the cluster cannot be reached, wants another token or did not answer, or there is no such job
-  4  `why` cannot decide: something does not move, or a part that matters could not be read
+  4  `why` cannot decide: something does not move, no job runs, or a part that matters could not be read
   130 after Ctrl-C, 141 if the reader of the output has gone
 """
 # `--watch` ends if it lists the same suspects in so many snapshots, one after the other.
@@ -105,6 +106,10 @@ def _look(options: argparse.Namespace) -> Snapshot:
     snapshot = look_at_cluster(options.job, window_s=options.window, timeout_s=options.timeout)
     if options.job is not None and not snapshot.jobs:
         raise PlacementError(f"There is no running job {options.job!r}.")
+    if options.address == "auto" and (others := find_others()):
+        here = ray.get_runtime_context().gcs_address
+        note = f"Looked at {here}; also running on this machine: {', '.join(others)}. Choose with --address."
+        return replace(snapshot, notes=(note, *snapshot.notes))
     return snapshot
 
 

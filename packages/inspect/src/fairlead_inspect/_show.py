@@ -16,7 +16,7 @@ from rich.text import Text
 from fairlead_placement.extension import group_pairs
 
 from ._verdict.positions import TICKS_PER_S, Position, find_own, frames_of_code, locate
-from ._verdict.rules import exit_status
+from ._verdict.rules import NO_JOB, exit_status
 from ._verdict.waits import add_label
 from ._worker_sets import find_worker_sets
 from .model import Actor, Finding, Frame, Job, Kind, Member, Snapshot, Stack, StackClass, Suspect, Waiting, WorkerSet
@@ -31,8 +31,8 @@ _SECRETS = (
     (re.compile(rf"(?i)({_NAME}){_VALUE}"), r"\1***"),
     (re.compile(r"://[^@\s]+@"), "://***@"),
 )
-# The first word of a finding: this one if it blames, and else one of the others. The guide explains each.
-BLAMES = "HANGS"
+# The first word of a finding: these if it blames, and if nobody is late yet; else one of the others, as in the guide.
+BLAMES, EARLY = "HANGS", "TOO EARLY"
 WORDS: Mapping[Kind, str] = {
     "working": "WORKS", "pending": "PENDING", "missing": "MISSING", "dead": "DEAD", "stopped": "STOPPED",
     "deadlock": "DEADLOCK", "mismatch": "MISMATCH", "together": "WAIT", "node-silent": "SILENT", "driver": "DRIVER",
@@ -41,7 +41,6 @@ WORDS: Mapping[Kind, str] = {
 MOST_ROWS = 200
 # Of a report, wide enough that few lines are broken.
 WIDTH = 160
-NO_JOB = "No job runs on this cluster. A driver in init_ray or ray.init has not registered one yet."
 PTRACE = (
     "Give the workers' containers the capability SYS_PTRACE (securityContext.capabilities.add), run Ray as the user of "
     "the workers, or set kernel.yama.ptrace_scope to 0."
@@ -163,8 +162,7 @@ def draw_findings(snapshot: Snapshot, findings: Sequence[Finding]) -> Renderable
         parts += [Text(clean(head), style="bold"), *(_draw_finding(finding, members) for finding in said)]
         if not said:
             parts.append(Text("Nothing hangs: no process waits for one that stands still.", style="green"))
-    parts.append(draw_gaps(snapshot))
-    return Group(*parts) if snapshot.jobs else Text(NO_JOB)
+    return Group(*parts or [Text(NO_JOB)], draw_gaps(snapshot))
 
 
 def draw_gaps(snapshot: Snapshot) -> RenderableType:
@@ -203,7 +201,8 @@ def _draw_finding(finding: Finding, members: Mapping[str, Member]) -> Renderable
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column()
-    head = BLAMES if finding.blames else WORDS[finding.kind]
+    early = finding.kind == "working" and finding.limit_s is not None
+    head = BLAMES if finding.blames else EARLY if early else WORDS[finding.kind]
     grid.add_row(Text(head, style="bold red" if finding.blames else "bold"), Text(clean(said), style="bold"))
     for label, text in rows:
         if text:

@@ -81,10 +81,21 @@ UNKNOWN = "does not move, and it is not known since when"
 WHY = ("why", "--after", "2", "--timeout", "60")
 
 
-def test_reservation(tmp_path):
-    """A driver that waits in `reserve` hangs, with what it requests, since when, and for how long at most."""
+def test_reservation(job, tmp_path):
+    """A driver that waits in `reserve` hangs, with what it requests, since when, and for how long at most.
+
+    Of several Rays on this machine, `why` says at which one it has looked, and which others run, unless one was chosen.
+    """
+    addresses = [job[0]["RAY_ADDRESS"]]
     with start_job(tmp_path, program=RESERVATION) as job:
+        addresses.append(job[0]["RAY_ADDRESS"])
         done = run(job, *WHY)
+        (note,) = (line for line in done.stdout.splitlines() if line.startswith("Looked at"))
+        assert note.startswith(f"Looked at {addresses[1]}; also running on this machine: ")
+        assert f"{addresses[0]} (process " in note
+        assert addresses[1] not in note.partition("also")[2]
+        assert "--address" in note
+        assert "also running" not in run(job, *WHY, "--address", addresses[1]).stdout
         assert done.returncode == 1
         said = " ".join(done.stdout.split())
         assert re.search(

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from ._nodes.background import run_in_thread
-from ._nodes.head import CLIENT_REMEDY, refuse_client
+from ._nodes.head import CLIENT_REMEDY, ask_head, refuse_client
 from ._ray_private import Raylet, cluster_file, connect_to_head, list_raylets
 from .exceptions import HeadTimeoutError, PlacementError
 
@@ -193,6 +193,13 @@ def _list_clusters(tag: str | None = None) -> list[Raylet]:
     mine = [raylet for raylet in tagged if raylet.user == os.getuid()]
     living = {raylet.address: raylet for raylet in mine if _answers(raylet.address)}
     return sorted(living.values(), key=lambda raylet: raylet.started_at)
+
+
+def find_others() -> list[str]:
+    """Return the other clusters of this user on this machine than the one that this process is attached to, as text."""
+    mine = {node["NodeID"] for node in ask_head("list the nodes", ray.nodes)}
+    others = (raylet for raylet in _list_clusters() if raylet.node_id not in mine)
+    return [f"{raylet.address} (process {raylet.starter})" for raylet in others]
 
 
 def local_tag() -> str:

@@ -6,6 +6,7 @@ deadline, read what a cluster has, claim slots for a group of workers, run funct
 processes, and release what a dropped object holds.
 """
 
+from ._init import find_others
 from ._model import count_bundles, group_pairs
 from ._nodes.background import OneTimeEvent, run_each, run_in_thread
 from ._nodes.board import (
@@ -65,6 +66,7 @@ __all__ = [
     "create_groups",
     "drain_deadlines",
     "find_boards",
+    "find_others",
     "group_pairs",
     "head_deadline",
     "number_slots",
