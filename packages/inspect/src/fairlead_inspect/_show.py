@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fairlead_placement.extension import group_pairs
+from fairlead_placement.extension import WIDTH, format_coords, group_pairs
 
 from ._verdict.positions import TICKS_PER_S, Position, find_own, frames_of_code, locate
 from ._verdict.rules import NO_JOB, exit_status
@@ -39,8 +39,6 @@ WORDS: Mapping[Kind, str] = {
     "undecided": "UNDECIDED",
 }  # fmt: skip
 MOST_ROWS = 200
-# Of a report, wide enough that few lines are broken.
-WIDTH = 160
 PTRACE = (
     "Give the workers' containers the capability SYS_PTRACE (securityContext.capabilities.add), run Ray as the user of "
     "the workers, or set kernel.yama.ptrace_scope to 0."
@@ -127,11 +125,6 @@ def _who(ranks: Sequence[int], ordinals: Sequence[int]) -> str:
     return ", ".join(f"#{ordinal}" for ordinal in ordinals)
 
 
-def write_coords(coords: Mapping[str, int]) -> str:
-    """Return coordinates as text to put behind a rank, such as " (dp=1, tp=0)"."""
-    return f" ({', '.join(f'{axis}={index}' for axis, index in coords.items())})" if coords else ""
-
-
 def _name(finding: Finding, members: Mapping[str, Member]) -> str:
     """Return whom a finding is about, with the coordinates of a single rank."""
     if finding.subject:
@@ -139,7 +132,7 @@ def _name(finding: Finding, members: Mapping[str, Member]) -> str:
     who = _who(finding.ranks, finding.ordinals)
     if who and finding.worker_set:
         coords = [members[actor.id].coords for actor in finding.actors if actor.id in members]
-        who += write_coords(coords[0]) if len(coords) == 1 else ""
+        who += format_coords(coords[0]) if len(coords) == 1 else ""
         return f"{who} of {finding.worker_set}" if finding.ranks else f"{finding.worker_set} {who}"
     if finding.task:
         return f"task {finding.task}"
@@ -317,7 +310,7 @@ def draw_processes(rows: Sequence[tuple[dict[str, Any], Position]]) -> Renderabl
     table.add_column("at")
     for row, position in rows[:MOST_ROWS]:
         moves = "" if position.motion == "unknown" else f", {position.motion}"
-        cells = [row["worker_set"] or row["class"], _rank(row) + write_coords(row["coords"]), row["node"]]
+        cells = [row["worker_set"] or row["class"], _rank(row) + format_coords(row["coords"]), row["node"]]
         cells += [str(row["pid"]), row["state"], position.kind + moves]
         cells += ["" if row["step"] is None else str(row["step"])] * steps
         cells += [f"{row['cpu']:.0%}", "" if position.since_s is None else f"{write_seconds(position.since_s)} ago"]

@@ -7,7 +7,7 @@ processes, and release what a dropped object holds.
 """
 
 from ._init import find_others
-from ._model import count_bundles, group_pairs
+from ._model import count_bundles, format_coords, group_pairs
 from ._nodes.background import OneTimeEvent, run_each, run_in_thread
 from ._nodes.board import (
     Board,
@@ -41,7 +41,7 @@ from ._reserve.finalizers import release_when_dropped
 from ._reserve.groups import create_groups
 from ._reserve.groups import remove as remove_placement_groups
 from ._reserve.slots import number_slots
-from ._terminal import COMMAND_MARK, Output, add_command, attach, run_command
+from ._terminal import COMMAND_MARK, WIDTH, Output, add_command, attach, run_command
 from .exceptions import ErrorWithFields
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "OneTimeEvent",
     "Output",
     "SlotClaim",
+    "WIDTH",
     "actor_id_of",
     "add_command",
     "alive_nodes",
@@ -67,6 +68,7 @@ __all__ = [
     "drain_deadlines",
     "find_boards",
     "find_others",
+    "format_coords",
     "group_pairs",
     "head_deadline",
     "number_slots",

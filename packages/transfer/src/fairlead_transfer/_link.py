@@ -47,7 +47,8 @@ class Link:
         rename: the names in the target by the names in the source, or a function; other names stay. A `send` refuses a
             name that the source lacks before it moves anything.
         dtype: the dtype in which floating-point tensors travel, such as "bfloat16"; None for that of the source.
-        exclude: names or patterns (`"*.inv_freq"`) that are left out on both sides.
+        exclude: names or patterns (`"*.inv_freq"`) that are left out on both sides. A `send` refuses one that no tensor
+            of either side has.
         transport: "auto" takes shared memory between ranks of one node, and TCP between nodes: one target rank of a
             node reads for all of it, and source ranks listen on the address of their node. "object_store" takes Ray's
             object store for all ranks, if no port can be opened.

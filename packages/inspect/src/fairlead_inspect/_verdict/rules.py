@@ -157,10 +157,8 @@ def _find_early(case: Case) -> list[Finding]:
             ages |= dict.fromkeys(wait.waiters, waited)
     if not ages:
         return []
-    alone = len(ages) == 1
-    text = f"stand{'s' * alone} still, but not for as long as --after"
-    more = {} if alone else {"subject": f"{len(ages)} processes"}
-    return [case.say_early([*ages], text, None, max(ages.values()), **more)]
+    subject = f"{len(ages)} processes" if len(ages) > 1 else ""
+    return [case.say_early([*ages], "motionless, but for less than --after", None, max(ages.values()), subject=subject)]
 
 
 def _find_ends(case: Case, explained: Collection[str]) -> tuple[list[Finding], dict[str, str]]:
