@@ -90,11 +90,11 @@ def test_reservation(job, tmp_path):
     with start_job(tmp_path, program=RESERVATION) as job:
         addresses.append(job[0]["RAY_ADDRESS"])
         done = run(job, *WHY)
-        (note,) = (line for line in done.stdout.splitlines() if line.startswith("Looked at"))
-        assert note.startswith(f"Looked at {addresses[1]}; also running on this machine: ")
-        assert f"{addresses[0]} (process " in note
-        assert addresses[1] not in note.partition("also")[2]
-        assert "--address" in note
+        looked, _, others = " ".join(done.stdout.split()).partition("; also running on this machine: ")
+        assert looked.endswith(f"Looked at {addresses[1]}")
+        assert f"{addresses[0]} (process " in others
+        assert addresses[1] not in others
+        assert "). Choose with --address." in others
         assert "also running" not in run(job, *WHY, "--address", addresses[1]).stdout
         assert done.returncode == 1
         said = " ".join(done.stdout.split())
