@@ -91,8 +91,8 @@ def test_verdicts():
     """The guide has a row for each word with which `why` begins a finding, and the reference one for each kind."""
     source = ROOT / "packages/inspect/src/fairlead_inspect"
     words = ast.literal_eval(read_constant(source / "_show.py", "WORDS"))
-    words_said = {*words.values(), ast.literal_eval(read_constant(source / "_show.py", "BLAMES"))}
-    rows = re.findall(r"^\| `([A-Z]+)` \|.*\| [^|]*[014][^|]* \| [^|]+ \|$", read("guides/hung-jobs.md"), re.MULTILINE)
+    words_said = {*words.values(), *ast.literal_eval(read_constant(source / "_show.py", "BLAMES"))}
+    rows = re.findall(r"^\| `([A-Z ]+)` \|.*\| [^|]*[014][^|]* \| [^|]+ \|$", read("guides/hung-jobs.md"), re.MULTILINE)
     assert sorted(rows) == sorted(words_said)
     kinds = {
         node.value for node in ast.walk(read_constant(source / "model.py", "Kind")) if isinstance(node, ast.Constant)

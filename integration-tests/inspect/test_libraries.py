@@ -91,7 +91,8 @@ def run_program(name, folder):
             time.sleep(0.2)
         yield {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address.read_text()}, job, mark
     finally:
-        for one in (psutil.Process(job.pid), *find_processes(str(folder))):
+        job.kill()  # which may have ended
+        for one in find_processes(str(folder)):
             with contextlib.suppress(psutil.Error):
                 one.send_signal(signal.SIGCONT)
                 one.kill()

@@ -205,7 +205,7 @@ def _deal_bins(padded: IntArray, shards: int, args: SequencePackingArgs) -> Shar
 
 def _deal_by_cost(padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs) -> list[ShardBins]:
     """Return the bins of each shard, for each group: shards cost the same, and no more than without a cost."""
-    plain = [_sort_bins(_deal_bins(own, shards, args), each) for own, each in zip(padded, costs, strict=True)]
+    plain = [_deal_bins(own, shards, args) for own in padded]
     totals, plain_totals = np.zeros(shards), np.zeros(shards)
     groups: list[ShardBins] = []
     for own, each, of_group in zip(padded, costs, plain, strict=True):
@@ -220,7 +220,8 @@ def _deal_by_cost(padded: IntArray, costs: Costs, shards: int, args: SequencePac
         groups.append([bins[part] for part in order.tolist()])
         totals += sums[order]
         plain_totals += _sum_costs(of_group, each)
-    return groups if totals.max() <= plain_totals.max() else plain
+    chosen = groups if totals.max() <= plain_totals.max() else plain
+    return [_sort_bins(dealt, each) for dealt, each in zip(chosen, costs, strict=True)]
 
 
 def _sum_costs(dealt: ShardBins, costs: Costs) -> Costs:
@@ -236,12 +237,11 @@ def _sort_bins(dealt: ShardBins, costs: Costs) -> ShardBins:
 def _fill_bins(padded: IntArray, costs: Costs, shards: int, args: SequencePackingArgs) -> ShardBins:
     """Deal the samples to the shards, the most expensive first to the cheapest, and return the bins of each shard."""
     ranked = np.argsort(-costs, kind="stable")
-    _, dealt = algorithms.deal_longest_first(costs[ranked].tolist(), shards)
-    samples = [ranked[np.array(dealt) == shard] for shard in range(shards)]
+    dealt = np.array(algorithms.deal_longest_first(costs[ranked].tolist(), shards)[1])
+    samples = [ranked[dealt == shard] for shard in range(shards)]
     # Balanced bins are as few, but it would take long to search for their number.
     counted_by: Algorithm = "first_fit_decreasing" if args.algorithm == "balanced" else args.algorithm
     counter = get_packer(counted_by, args.max_tokens_per_microbatch)
     count = max(len(counter.pack(padded[mine])) for mine in samples)
     packer = get_packer(args.algorithm, args.max_tokens_per_microbatch, count, count)
-    filled = [[mine[bin_].tolist() for bin_ in packer.pack(padded[mine])] for mine in samples]
-    return _sort_bins(filled, costs)
+    return [[mine[bin_].tolist() for bin_ in packer.pack(padded[mine])] for mine in samples]

@@ -5,14 +5,10 @@
 program. If fairlead-workergroup is installed, a snapshot also has the ranks and coordinates of its groups.
 """
 
-import importlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ._look import label, look
-    from ._show import fold_stacks, write_report
-    from ._verdict.rules import diagnose, exit_status
-    from .model import Evidence, Finding, Frame, Named, Snapshot, StackClass, Suspect, Waiting
+from ._look import label, look
+from ._show import fold_stacks, write_report
+from ._verdict.rules import diagnose, exit_status
+from .model import Evidence, Finding, Frame, Named, Snapshot, StackClass, Suspect, Waiting
 
 __version__ = "0.1.0"
 
@@ -32,12 +28,3 @@ __all__ = [
     "look",
     "write_report",
 ]
-# Loaded when they are used: they need Ray.
-_MODULES = {"label": "._look", "look": "._look", "diagnose": "._verdict.rules", "exit_status": "._verdict.rules"}
-_MODULES |= {"fold_stacks": "._show", "write_report": "._show"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES.get(name, ".model"), __name__), name)

@@ -13,10 +13,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fairlead_placement.extension import group_pairs
+from fairlead_placement.extension import WIDTH, format_coords, group_pairs
 
 from ._verdict.positions import TICKS_PER_S, Position, find_own, frames_of_code, locate
-from ._verdict.rules import exit_status
+from ._verdict.rules import NO_JOB, exit_status
 from ._verdict.waits import add_label
 from ._worker_sets import find_worker_sets
 from .model import Actor, Finding, Frame, Job, Kind, Member, Snapshot, Stack, StackClass, Suspect, Waiting, WorkerSet
@@ -31,17 +31,14 @@ _SECRETS = (
     (re.compile(rf"(?i)({_NAME}){_VALUE}"), r"\1***"),
     (re.compile(r"://[^@\s]+@"), "://***@"),
 )
-# The first word of a finding: this one if it blames, and else one of the others. The guide explains each.
-BLAMES = "HANGS"
+# The first word of a finding: these if it blames, and if nobody is late yet; else one of the others, as in the guide.
+BLAMES, EARLY = "HANGS", "TOO EARLY"
 WORDS: Mapping[Kind, str] = {
     "working": "WORKS", "pending": "PENDING", "missing": "MISSING", "dead": "DEAD", "stopped": "STOPPED",
     "deadlock": "DEADLOCK", "mismatch": "MISMATCH", "together": "WAIT", "node-silent": "SILENT", "driver": "DRIVER",
     "undecided": "UNDECIDED",
 }  # fmt: skip
 MOST_ROWS = 200
-# Of a report, wide enough that few lines are broken.
-WIDTH = 160
-NO_JOB = "No job runs on this cluster. A driver in init_ray or ray.init has not registered one yet."
 PTRACE = (
     "Give the workers' containers the capability SYS_PTRACE (securityContext.capabilities.add), run Ray as the user of "
     "the workers, or set kernel.yama.ptrace_scope to 0."
@@ -128,11 +125,6 @@ def _who(ranks: Sequence[int], ordinals: Sequence[int]) -> str:
     return ", ".join(f"#{ordinal}" for ordinal in ordinals)
 
 
-def write_coords(coords: Mapping[str, int]) -> str:
-    """Return coordinates as text to put behind a rank, such as " (dp=1, tp=0)"."""
-    return f" ({', '.join(f'{axis}={index}' for axis, index in coords.items())})" if coords else ""
-
-
 def _name(finding: Finding, members: Mapping[str, Member]) -> str:
     """Return whom a finding is about, with the coordinates of a single rank."""
     if finding.subject:
@@ -140,7 +132,7 @@ def _name(finding: Finding, members: Mapping[str, Member]) -> str:
     who = _who(finding.ranks, finding.ordinals)
     if who and finding.worker_set:
         coords = [members[actor.id].coords for actor in finding.actors if actor.id in members]
-        who += write_coords(coords[0]) if len(coords) == 1 else ""
+        who += format_coords(coords[0]) if len(coords) == 1 else ""
         return f"{who} of {finding.worker_set}" if finding.ranks else f"{finding.worker_set} {who}"
     if finding.task:
         return f"task {finding.task}"
@@ -163,8 +155,7 @@ def draw_findings(snapshot: Snapshot, findings: Sequence[Finding]) -> Renderable
         parts += [Text(clean(head), style="bold"), *(_draw_finding(finding, members) for finding in said)]
         if not said:
             parts.append(Text("Nothing hangs: no process waits for one that stands still.", style="green"))
-    parts.append(draw_gaps(snapshot))
-    return Group(*parts) if snapshot.jobs else Text(NO_JOB)
+    return Group(*parts or [Text(NO_JOB)], draw_gaps(snapshot))
 
 
 def draw_gaps(snapshot: Snapshot) -> RenderableType:
@@ -203,7 +194,8 @@ def _draw_finding(finding: Finding, members: Mapping[str, Member]) -> Renderable
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column()
-    head = BLAMES if finding.blames else WORDS[finding.kind]
+    early = finding.kind == "working" and finding.limit_s is not None
+    head = BLAMES if finding.blames else EARLY if early else WORDS[finding.kind]
     grid.add_row(Text(head, style="bold red" if finding.blames else "bold"), Text(clean(said), style="bold"))
     for label, text in rows:
         if text:
@@ -318,7 +310,7 @@ def draw_processes(rows: Sequence[tuple[dict[str, Any], Position]]) -> Renderabl
     table.add_column("at")
     for row, position in rows[:MOST_ROWS]:
         moves = "" if position.motion == "unknown" else f", {position.motion}"
-        cells = [row["worker_set"] or row["class"], _rank(row) + write_coords(row["coords"]), row["node"]]
+        cells = [row["worker_set"] or row["class"], _rank(row) + format_coords(row["coords"]), row["node"]]
         cells += [str(row["pid"]), row["state"], position.kind + moves]
         cells += ["" if row["step"] is None else str(row["step"])] * steps
         cells += [f"{row['cpu']:.0%}", "" if position.since_s is None else f"{write_seconds(position.since_s)} ago"]

@@ -81,10 +81,21 @@ UNKNOWN = "does not move, and it is not known since when"
 WHY = ("why", "--after", "2", "--timeout", "60")
 
 
-def test_reservation(tmp_path):
-    """A driver that waits in `reserve` hangs, with what it requests, since when, and for how long at most."""
+def test_reservation(job, tmp_path):
+    """A driver that waits in `reserve` hangs, with what it requests, since when, and for how long at most.
+
+    Of several Rays on this machine, `why` says at which one it has looked, and which others run, unless one was chosen.
+    """
+    addresses = [job[0]["RAY_ADDRESS"]]
     with start_job(tmp_path, program=RESERVATION) as job:
+        addresses.append(job[0]["RAY_ADDRESS"])
         done = run(job, *WHY)
+        looked, _, others = " ".join(done.stdout.split()).partition("; also running on this machine: ")
+        assert looked.endswith(f"Looked at {addresses[1]}")
+        assert f"{addresses[0]} (process " in others
+        assert addresses[1] not in others
+        assert "). Choose with --address." in others
+        assert "also running" not in run(job, *WHY, "--address", addresses[1]).stdout
         assert done.returncode == 1
         said = " ".join(done.stdout.split())
         assert re.search(
@@ -150,18 +161,6 @@ def test_report(job, tmp_path):
     assert "Trainer.train" in text
     assert not re.search(r"<script|<link|<img|@import|url\(", text)
     assert "secret-of-the-job" not in text
-
-
-def test_timeline(job, tmp_path):
-    """The trace has a track for each actor, and what runs is marked; a file that cannot be written is refused."""
-    path = tmp_path / "trace.json"
-    done = run(job, "timeline", "-o", str(path), "--job", job[1], "--timeout", "60")
-    assert (done.returncode, "2 run" in done.stdout) == (0, True), done
-    events = json.loads(path.read_text())["traceEvents"]
-    running = [one["name"] for one in events if one["ph"] == "X" and one["args"].get("running")]
-    assert sorted(running) == ["Controller.run (running)", "Trainer.train (running)"]
-    assert "secret-of-the-job" not in path.read_text()
-    assert run(job, "timeline", "-o", str(tmp_path / "missing" / "trace.json")).returncode == 3
 
 
 WATCHDOG = """

@@ -92,7 +92,7 @@ def test_limit_is_shown():
     seen = [process(1000 + number, stack, env=env[number], age=12.0) for number, stack in enumerate(stacks)]
     status, printed = run(look(actors, seen), "why")
     assert status == 0
-    assert "WORKS" in printed
+    assert "TOO EARLY" in printed
     assert "for 12 s of 1m 0s: others wait for it" in printed
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verdict about pretended jobs: whom it blames, and that it blames no one else."""
 
+import re
 import sys
 import time
 from dataclasses import replace
@@ -25,11 +26,13 @@ from seen import (
     SITE,
     actor,
     actor_id,
+    as_json,
     environ,
     look,
     process,
     ranks_of,
     ref,
+    run,
     task,
 )
 
@@ -121,6 +124,37 @@ def test_not_late_yet():
     for one in (one_late, replace(snapshot, processes=tuple(compiles))):
         assert (kinds(one), exit_status(diagnose(one))) == (["undecided"], 4)
     assert blamed(short, after_s=1.0) == [("late", (1,), "certain")]
+
+
+def test_too_early():
+    """What has stood for some seconds gets no all-clear before `--after`: the verdict says when to ask again."""
+    short = {number: {"age": 20.0} for number in range(3)}
+    driver = process(811, QUEUE, driver=True, title="python", age=20.0)
+    waits = {
+        "Worker": ranks_of([ALL_REDUCE, QUEUE, ALL_REDUCE], how=short),
+        "3 processes": ranks_of([ALL_REDUCE] * 3, how=short, driver_waits=False),
+        "the driver": look([], [driver]),
+    }
+    for name, snapshot in waits.items():
+        status, printed = run(snapshot, "why")
+        assert (status, printed.count("TOO EARLY")) == (0, 1), printed
+        said = " ".join(printed.split())
+        assert re.search(f"TOO EARLY .*{name}.*, for 20 s of 1m 0s: .*next run `why` again in 40 s", said), printed
+        assert "WORKS" not in printed
+        assert "Nothing hangs" not in printed
+    moves = ranks_of([ALL_REDUCE, QUEUE], how={1: {"before": LOOP, "ticks": 9, "switches": 3, "age": 0.0}})
+    assert "WORKS" in run(moves, "why")[1]
+    young = look([], [process(811, QUEUE, driver=True, title="python", age=5.0)])
+    assert "Nothing hangs" in run(young, "why")[1]
+
+
+def test_no_job_at_all():
+    """A driver that is still in `init_ray` has no job: a cluster without a job is no all-clear."""
+    nothing = replace(look([], []), jobs=())
+    status, printed = run(nothing, "why")
+    assert (status, as_json(nothing)["status"]) == (4, 4)
+    assert "No job runs on this cluster" in printed
+    assert exit_status(diagnose(nothing)) == 4
 
 
 def test_unknown_last_run():

@@ -90,6 +90,11 @@ def group_pairs(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]
     return grouped
 
 
+def format_coords(coords: Mapping[str, int]) -> str:
+    """Return coordinates in parentheses after a space; an empty text for none."""
+    return f" ({', '.join(f'{axis}={index}' for axis, index in coords.items())})" if coords else ""
+
+
 def count_bundles(bundle: Mapping[str, float], amounts: Mapping[str, float]) -> int:
     """Return how many such bundles fit into amounts of resources, by Ray's precision; 0 for an empty bundle."""
     units = {name: round(amount * PRECISION) for name, amount in bundle.items()}

@@ -6,7 +6,8 @@ deadline, read what a cluster has, claim slots for a group of workers, run funct
 processes, and release what a dropped object holds.
 """
 
-from ._model import count_bundles, group_pairs
+from ._init import find_others
+from ._model import count_bundles, format_coords, group_pairs
 from ._nodes.background import OneTimeEvent, run_in_thread
 from ._nodes.board import (
     Board,
@@ -40,7 +41,7 @@ from ._reserve.finalizers import release_when_dropped
 from ._reserve.groups import create_groups
 from ._reserve.groups import remove as remove_placement_groups
 from ._reserve.slots import number_slots
-from ._terminal import COMMAND_MARK, Output, add_command, attach, run_command
+from ._terminal import COMMAND_MARK, WIDTH, Output, add_command, attach, run_command
 from .exceptions import ErrorWithFields
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "OneTimeEvent",
     "Output",
     "SlotClaim",
+    "WIDTH",
     "actor_id_of",
     "add_command",
     "alive_nodes",
@@ -65,6 +67,8 @@ __all__ = [
     "create_groups",
     "drain_deadlines",
     "find_boards",
+    "find_others",
+    "format_coords",
     "group_pairs",
     "head_deadline",
     "number_slots",

@@ -53,13 +53,14 @@ def test_raylets_of_other_namespaces(space, tmp_path):
         pytest.skip("this process may not create namespaces")
     program = tmp_path / "raylet"
     program.symlink_to("/bin/sh")
-    command = [str(program), "-c", "echo runs; read line", "--gcs-address=192.0.2.1:6379", "--node_id=0123"]
+    node_id = os.urandom(8).hex()  # the same test may run on this machine in another checkout
+    command = [str(program), "-c", "echo runs; read line", "--gcs-address=192.0.2.1:6379", f"--node_id={node_id}"]
     apart = ["unshare", space, "--fork"] if space == "--pid" else ["unshare", space]
 
     def is_seen(*prefix):
         with subprocess.Popen([*prefix, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout.readline() == b"runs\n"
-            seen = "0123" in {raylet.node_id for raylet in list_raylets()}
+            seen = node_id in {raylet.node_id for raylet in list_raylets()}
             process.stdin.close()
         return seen
 

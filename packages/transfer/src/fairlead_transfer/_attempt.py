@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from ._descriptions import compare_replicas, one_sided
 from ._remote.replies import Committed, Described, Fetched, Refused
@@ -14,7 +14,7 @@ from ._report import TransferReport
 from ._routes import Route, Router
 from ._side import Requests, Side, States, describe_reply, first_error
 from ._tasks import CommitOptions
-from .exceptions import LayoutMismatchError, Phase, RankFailure, TransferError
+from .exceptions import LayoutMismatchError, Phase, RankFailure, Role, TransferError
 
 RESTART = "Start lost workers again with `restart_failed_workers()` of their group, then send again."
 MORE_TIME = (
@@ -23,7 +23,6 @@ MORE_TIME = (
 FIX = "Correct what failed, then send again."
 SEND = "Send the version again from the source, with `send(version, again=True)`, or send a new one."
 
-Blamed = Literal["source", "target"]
 _Value = TypeVar("_Value", Described, Fetched)
 
 
@@ -358,7 +357,7 @@ class Attempt:
         remedy = RESTART if lost else MORE_TIME if late else FIX
         raise self._error(phase, side.role, reasons, remedy) from first_error(bad)
 
-    def _error(self, phase: Phase, side: Blamed, reasons: Mapping[int, str], remedy: str) -> TransferError:
+    def _error(self, phase: Phase, side: Role, reasons: Mapping[int, str], remedy: str) -> TransferError:
         nodes = (self.source if side == "source" else self.target).nodes
         failures = tuple(RankFailure(side, rank, nodes[rank], why) for rank, why in sorted(reasons.items()))
         return TransferError(phase, self.version, failures, self.states.read(), remedy)

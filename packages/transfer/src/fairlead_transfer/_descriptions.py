@@ -104,9 +104,9 @@ def read_side(
             libraries.add(tensor.library)
             by_name.setdefault(name, {})[rank] = tensor
     own = {tensor[0] for tensors in described for tensor in tensors or ()}
-    wrong += [
-        _explain_unknown(name, selection.rename(name), own) for name in selection.renamed if renamed and name not in own
-    ]
+    unknown = [name for name in selection.renamed if renamed and name not in own]
+    reason = "rename= has this name, and the source does not: it has"
+    wrong += [_explain_unknown(name, selection.rename(name), own, reason) for name in unknown]
     if len(libraries) > 1:
         wrong.append(one_sided(side, "", ", ".join(sorted(libraries)), "all tensors must be of one library"))
     layouts: dict[str, Layout] = {}
@@ -129,13 +129,19 @@ def read_side(
     return Tensors(layouts, dtypes, own_names, next(iter(libraries), "numpy"))
 
 
-def _explain_unknown(name: str, new_name: str, own: Collection[str]) -> Mismatch:
-    """Return what is wrong with a name that is to be renamed, and that no rank of the source has."""
-    near = difflib.get_close_matches(name, own, 3, 0.5) or sorted(own)[:3]
-    reason = (
-        f"rename= has this name, and the source does not: it has, for example, {', '.join(map(repr, near)) or 'none'}"
-    )
-    return Mismatch(name, "", new_name, reason)
+def check_exclude(selection: Selection, source: Collection[str], target: Collection[str]) -> None:
+    """Refuse names and patterns that leave out no tensor of either side, by a LayoutMismatchError with all of them."""
+    names = {*source, *map(selection.rename, source), *target}
+    idle = [pattern for pattern in selection.exclude if pattern not in names and not fnmatch.filter(names, pattern)]
+    if idle:
+        reason = "exclude= has this name or pattern, and neither side does: they have"
+        raise LayoutMismatchError(tuple(_explain_unknown(pattern, "", names, reason) for pattern in idle))
+
+
+def _explain_unknown(name: str, new_name: str, known: Collection[str], reason: str) -> Mismatch:
+    """Return what is wrong with a name that an argument has, and no rank of one side or of both."""
+    near = difflib.get_close_matches(name, known, 3, 0.5) or sorted(known)[:3]
+    return Mismatch(name, "", new_name, f"{reason}, for example, {', '.join(map(repr, near)) or 'none'}")
 
 
 def _make_layout(shape: tuple[int, ...], by_rank: Mapping[int, Described], ranks: int, itemsize: int) -> Layout:

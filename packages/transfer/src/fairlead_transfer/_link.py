@@ -47,7 +47,8 @@ class Link:
         rename: the names in the target by the names in the source, or a function; other names stay. A `send` refuses a
             name that the source lacks before it moves anything.
         dtype: the dtype in which floating-point tensors travel, such as "bfloat16"; None for that of the source.
-        exclude: names or patterns (`"*.inv_freq"`) that are left out on both sides.
+        exclude: names or patterns (`"*.inv_freq"`) that are left out on both sides. A `send` refuses one that no tensor
+            of either side has.
         transport: "auto" takes shared memory between ranks of one node, and TCP between nodes: one target rank of a
             node reads for all of it, and source ranks listen on the address of their node. "object_store" takes Ray's
             object store for all ranks, if no port can be opened.
@@ -105,8 +106,14 @@ class Link:
         self._states = States(self._target)
         first, before = (None, before_commit) if pauses else (before_commit, None)
         self._commit = CommitOptions(first, before, after_commit, apply, chunk_bytes)
-        self._check_replicas: CheckReplicas = check_replicas
-        self._epochs = itertools.count(1)
+        self._attempt = functools.partial(  # of a source, to bring a version to the target by a deadline
+            Attempt,
+            target=self._target,
+            router=self._router,
+            states=self._states,
+            next_epoch=itertools.count(1).__next__,
+            check_replicas=check_replicas,
+        )
         self._version: int | None = None
         self._last: Attempt | None = None
         self._closed = False
@@ -155,7 +162,7 @@ class Link:
                     f"version {version} is not larger than the last one, {self._version}; pass again=True to send it"
                 )
             began = time.monotonic()
-            attempt = self._attempt(self._source, version, deadline)
+            attempt = self._attempt(self._source, version=version, deadline=deadline)
             ranks = attempt.move_all()
             # The decision: from here on there is no way back.
             self._version, self._last = version, attempt
@@ -192,13 +199,13 @@ class Link:
                 raise ValueError(f"ranks {wrong} do not exist: the target group has ranks 0 to {len(states) - 1}")
             if not chosen:
                 return None
-            attempt = self._attempt(self._source, version, deadline)
+            attempt = self._attempt(self._source, version=version, deadline=deadline)
             if attempt.fetch_again(chosen, self._last):
                 attempt.commit(chosen, self._commit)
                 return attempt.report(time.monotonic() - began)
             good = {rank for rank, state in self._states.read().items() if state == version} - chosen
             replicas = Side("replica", self._target.group, self._id, self._target.method)
-            attempt = self._attempt(replicas, version, deadline)
+            attempt = self._attempt(replicas, version=version, deadline=deadline)
             try:
                 attempt.move_from_replicas(chosen, good)
                 attempt.commit(chosen, self._commit)
@@ -257,7 +264,7 @@ class Link:
             LayoutMismatchError, TransferError, WorkerGroupError: as for `send`.
         """
         with self._turn(timeout, self._version or 0) as deadline:
-            attempt = self._attempt(self._source, self._version or 0, deadline)
+            attempt = self._attempt(self._source, version=self._version or 0, deadline=deadline)
             route = attempt.describe()
             return TransferExplanation(route.plan, route.tasks.transports)
 
@@ -280,18 +287,6 @@ class Link:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _attempt(self, source: Side, version: int, deadline: float) -> Attempt:
-        return Attempt(
-            source,
-            self._target,
-            self._router,
-            self._states,
-            next_epoch=self._epochs.__next__,
-            version=version,
-            deadline=deadline,
-            check_replicas=self._check_replicas,
-        )
 
     @contextlib.contextmanager
     def _turn(self, timeout: float, version: int) -> Iterator[float]:

@@ -73,7 +73,8 @@ class TransferPlan:
         )
 
     def __str__(self) -> str:
-        return table_text(repr(self), HEADER, list(self._rows()))
+        header = ("tensors", "shape", "senders", "receivers", "pieces each", "moved")
+        return table_text(repr(self), header, list(self._rows()))
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for same in self.tensor_sets:
@@ -82,9 +83,6 @@ class TransferPlan:
             pieces = same.pieces
             ranks = [str(len(np.unique(ranks))) for ranks in (pieces.senders, pieces.receivers)]
             yield names, str(same.source.shape), *ranks, str(len(pieces.receivers)), decimal(moved)
-
-
-HEADER = ("tensors", "shape", "senders", "receivers", "pieces each", "moved")
 
 
 def reshard(
@@ -158,19 +156,18 @@ def find_mismatches(sources: Mapping[str, Layout], targets: Mapping[str, Layout]
     mismatches = []
     for name in dict.fromkeys([*sources, *targets]):
         held, wanted = sources.get(name), targets.get(name)
+        shapes = ["" if layout is None else str(layout.shape) for layout in (held, wanted)]
         if held is None or wanted is None:
             side, other = ("target", "source") if held is None else ("source", "target")
-            text = f"only the {side} has it: rename it with rename=, or leave it out with exclude="
-            mismatches.append(
-                Mismatch(name, _shape(held), _shape(wanted), text.replace("has it", f"has it, not the {other}"))
-            )
+            text = f"only the {side} has it, not the {other}: rename it with rename=, or leave it out with exclude="
+            mismatches.append(Mismatch(name, shapes[0], shapes[1], text))
         elif held.shape != wanted.shape:
-            mismatches.append(Mismatch(name, _shape(held), _shape(wanted), "the global shapes differ"))
+            text = (
+                f"the global shapes differ, {held.shape} and {wanted.shape}: return a part of a tensor as a DTensor or "
+                "LocalTensor, cut padding (as of a vocabulary) off in the method, or leave it out with exclude="
+            )
+            mismatches.append(Mismatch(name, shapes[0], shapes[1], text))
         elif held.itemsize != wanted.itemsize:
             text = "the item sizes differ: give the dtype that travels with dtype="
             mismatches.append(Mismatch(name, f"{held.itemsize} B", f"{wanted.itemsize} B", text))
     return mismatches
-
-
-def _shape(layout: Layout | None) -> str:
-    return "" if layout is None else str(layout.shape)

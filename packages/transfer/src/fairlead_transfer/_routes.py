@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ._descriptions import Selection, Tensors, check_dtypes, read_side, with_ranks
+from ._descriptions import Selection, Tensors, check_dtypes, check_exclude, read_side, with_ranks
 from ._layout import Layout
 from ._plan import TransferPlan, find_mismatches, reshard
 from ._side import Side
@@ -55,6 +55,8 @@ class Router:
     def make(self, without: Collection[int] = ()) -> Route:
         """Make the route from the source, without some of its ranks, to all target ranks, and keep it."""
         source, target = self._source, self._target
+        if not without:  # ranks that are gone may be the only ones with a name
+            check_exclude(self.selection, source.names, target.names)
         sources = frozenset(range(len(source.members))) - frozenset(without)
         held = self._read(source, sources, renamed=True)
         if target.method is None:

@@ -15,9 +15,8 @@ from fairlead_workergroup.extension import Member, Reply, Site
 from ._remote.end import End
 from ._remote.entry import serve
 from ._remote.replies import Committed
-from .exceptions import State
+from .exceptions import Role, State
 
-SideName = Literal["source", "target", "replica"]
 Requests = dict[Member, Any]
 
 
@@ -44,7 +43,7 @@ class EndState:
 class Side:
     """The ends of a link in the workers of one group."""
 
-    name: SideName  # "source" or "target"; "replica" for target ranks that send
+    name: Literal["source", "target", "replica"]  # replicas are target ranks that send
     group: RayWorkerGroup  # the workers
     link: str  # the id of the link
     method: str | None  # the method that returns the tensors; None if tensors are applied by a method
@@ -75,7 +74,7 @@ class Side:
                 self.version = now.version
 
     @property
-    def role(self) -> Literal["source", "target"]:
+    def role(self) -> Role:
         """The side to which the workers belong, for people: target ranks that send are of the target."""
         return "source" if self.name == "source" else "target"
 
@@ -98,6 +97,11 @@ class Side:
     def nodes(self) -> list[str]:
         """The node of each rank."""
         return [member.node_id for member in self.members]
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors that any rank has described."""
+        return {tensor[0] for end in self.ends.values() for tensor in end.described or ()}
 
     @property
     def is_used(self) -> bool:

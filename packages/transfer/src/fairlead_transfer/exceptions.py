@@ -10,6 +10,7 @@ from ._display import table_text
 __all__ = ["LayoutMismatchError", "Mismatch", "RankFailure", "StaleWeightsError", "TransferError"]
 
 Phase = Literal["collect", "stage", "move", "commit"]
+Role = Literal["source", "target"]
 # What a target rank holds: a version, nothing yet, a mixture of two versions, or the old one or the new one.
 State = int | Literal["inconsistent", "committing"] | None
 
@@ -63,7 +64,7 @@ class RankFailure:
     target rank 3 on node abcdef01: it was killed
     """
 
-    side: Literal["source", "target"]
+    side: Role
     rank: int
     node_id: str
     reason: str

@@ -87,7 +87,8 @@ def test_mismatches_are_listed_together():
         )
     reasons = {one.name: one.reason for one in caught.value.mismatches}
     assert "only the source has it" in reasons["a"]
-    assert "shapes differ" in reasons["b"]
+    assert "the global shapes differ, (4,) and (5,)" in reasons["b"]
+    assert "LocalTensor" in reasons["b"]
     assert "item sizes differ" in reasons["c"]
     assert "only the target has it" in reasons["d"]
     assert all(

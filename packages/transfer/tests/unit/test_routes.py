@@ -8,12 +8,13 @@ import pytest
 from fairlead_transfer._descriptions import Selection
 from fairlead_transfer._routes import Router
 from fairlead_transfer._side import EndState, Side
+from fairlead_transfer.exceptions import LayoutMismatchError
 
 WHOLE = [("w", "numpy", "float32", 4, (4,), (0,), (4,))]
 
 
 def make_end(pid):
-    return EndState((pid, 0), number=1, described=WHOLE)
+    return EndState((pid, 0), number=1, described=[*WHOLE])
 
 
 def make_side(name, pids, nodes="aaa"):
@@ -50,3 +51,28 @@ def test_route_is_kept(side):
     assert router.kept is route
     sides[side].ends[side] = make_end(9)
     assert router.kept is None
+
+
+@pytest.mark.parametrize("exclude", ["weight", "rotary.*"])
+def test_exclude_that_matches_nothing(exclude):
+    """A name or a pattern that no tensor of either side has is refused, with names that are like it."""
+    sides = make_side("source", [1]), make_side("target", [2])
+    for side, name in zip(sides, ("weights", "rotary_emb.inv_freq"), strict=True):
+        side.ends[0].described.append((name, *WHOLE[0][1:]))
+    with pytest.raises(LayoutMismatchError) as caught:
+        Router(*sides, Selection(lambda name: name, None, ("w", exclude)), "auto").make()
+    (mismatch,) = caught.value.mismatches
+    assert mismatch.name == exclude
+    assert "exclude= has this name or pattern, and neither side does" in mismatch.reason
+    assert repr("weights" if exclude == "weight" else "rotary_emb.inv_freq") in mismatch.reason
+
+
+def test_exclude_of_one_side():
+    """A pattern may match tensors of one side only, by the name before or after it is renamed."""
+    sides = make_side("source", [1]), make_side("target", [2])
+    for side, name in zip(sides, ("extra", "cache"), strict=True):
+        side.ends[0].described.append((name, *WHOLE[0][1:]))
+    for exclude in (("extra", "cache"), ("more.e*", "cache")):
+        names = {"extra": "more.extra"}
+        route = Router(*sides, Selection(lambda name, names=names: names.get(name, name), None, exclude), "auto").make()
+        assert route.plan.bytes_moved == 16

@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 from fairlead_placement import Slot
+from fairlead_placement.extension import format_coords
 from fairlead_sharding import NamedSharding
 
-from .exceptions import STATE, FailureKind, WorkerFailure, format_coords
+from .exceptions import STATE, FailureKind, WorkerFailure
 
 Phase = Literal["starting", "serving", "broken", "ended"]
 

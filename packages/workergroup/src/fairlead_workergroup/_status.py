@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fairlead_placement import HeadTimeoutError
-from fairlead_placement.extension import head_deadline
+from fairlead_placement.extension import format_coords, head_deadline
 
 from ._membership.core import Core
 from ._membership.losses import LOOK_S, NOT_NOTICED, explain, look_at_head
@@ -17,7 +17,6 @@ from ._model import Member
 from ._observe.query import HEAD_S, ask_nodes
 from ._remote.node import look, measure
 from ._remote.stacks import find_innermost, find_method_frames
-from .exceptions import format_coords
 
 State = Literal["starting", "idle", "busy", "stuck", "dead", "restarting", "unknown"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fairlead_placement.extension import ErrorWithFields
+from fairlead_placement.extension import ErrorWithFields, format_coords
 
 __all__ = [
     "CallCancelledError",
@@ -298,11 +298,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
     """Return ranks in a list for people, or the first `MOST_SHOWN` of them."""
     more = f" and {len(ranks) - MOST_SHOWN} others" if len(ranks) > MOST_SHOWN else ""
     return ", ".join(map(str, ranks[:MOST_SHOWN])) + more
-
-
-def format_coords(coords: Mapping[str, int]) -> str:
-    """Return coordinates in parentheses after a space; an empty text for none."""
-    return f" ({', '.join(f'{axis}={index}' for axis, index in coords.items())})" if coords else ""
 
 
 def format_lines(workers: Sequence[object]) -> str:

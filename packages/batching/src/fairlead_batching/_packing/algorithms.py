@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing into the first bin that has room, next-fit, and and bins that are as equal as possible.
+"""Packing into the first bin that has room, next-fit, and bins that are as equal as possible.
 
 Lengths are whole numbers up to the capacity, and bins are lists of indices into ``lengths``.
 """
@@ -18,6 +18,8 @@ Costs = npt.NDArray[np.float64]
 
 # Differencing with many bins can merge long lists for every item: beyond this number of items x bins it is not tried.
 _MOST_WORK = 1 << 21
+# Nor is it for a fullest bin that no way to fill them can make emptier by more than this factor.
+_EVEN = 1.003
 
 # The total length of a bin, and its first and last items. Each item leads to the next one of its bin.
 _Bin = tuple[int, int, int]
@@ -100,19 +102,23 @@ def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], in
     """
     order = _sort_descending(lengths)
     descending = [lengths[index] for index in order]
-    fallback = _first_fit(lengths, capacity, order)
     over_half = sum(2 * length > capacity for length in lengths)
-    low = round_up(max(-(-sum(lengths) // capacity), over_half, 1))
-    high = round_up(max(len(fallback), low))
-    largest, best = _deal(descending, high)
-    bins = split_to(fallback, lengths, high)
-    if largest > find_largest(bins, lengths):
-        best = []
+    low = high = round_up(max(-(-sum(lengths) // capacity), over_half, 1))
+    largest, best = _deal(descending, low, capacity)
+    bins: Bins = []
+    if not _is_even(largest, descending, low, capacity):
+        fallback = _first_fit(lengths, capacity, order)
+        high = round_up(max(len(fallback), low))
+        if high > low:
+            largest, best = _deal(descending, high, capacity)
+        bins = split_to(fallback, lengths, high)
+        if largest > find_largest(bins, lengths):
+            best = []
     while low < high:
         middle = round_up((low + high) // 2)
         if middle >= high:  # no number in between is allowed
             middle = low
-        largest, numbers = _deal(descending, middle)
+        largest, numbers = _deal(descending, middle, capacity)
         if largest <= capacity:
             best, high = numbers, middle
         else:
@@ -124,12 +130,16 @@ def balanced(lengths: Sequence[int], capacity: int, round_up: Callable[[int], in
     return bins
 
 
-def _deal(descending: Sequence[int], count: int) -> tuple[float, list[int]]:
-    """Return the total length of the fullest of ``count`` bins without a capacity, and the bin of each item."""
+def _is_even(largest: float, descending: Sequence[int], count: int, capacity: int) -> bool:
+    """Return whether the fullest of ``count`` bins fits, and is hardly fuller than in any other way to fill them."""
+    return largest <= min(capacity, _EVEN * max(sum(descending) / count, descending[0]))
+
+
+def _deal(descending: Sequence[int], count: int, capacity: int) -> tuple[float, list[int]]:
+    """Return the total length of the fullest of ``count`` bins, which may exceed the capacity, and each item's bin."""
     # Longest-first (Graham 1969), or differencing (Karmarkar and Karp 1982, in its form for many bins) if it is better.
     best = deal_longest_first(descending, count)
-    least = max(-(-sum(descending) // count), descending[0])
-    if len(descending) * count <= _MOST_WORK and best[0] > least:
+    if len(descending) * count <= _MOST_WORK and not _is_even(best[0], descending, count, capacity):
         best = min(best, _differencing(descending, count), key=itemgetter(0))
     return best
 

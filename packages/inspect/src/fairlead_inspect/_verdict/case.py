@@ -232,6 +232,12 @@ class Case:
             fields["chain"] = self._chain(first, wait)
         return Finding(kind, graph.job.job_id, **{**fields, **more})
 
+    def say_early(self, keys: Sequence[str], text: str, wait: Wait | None, since_s: float, **more: Any) -> Finding:
+        """Return the finding that some processes have not moved, and not for as long as it takes to be late."""
+        again = f"run `why` again in {max(1.0, self.after_s - since_s):.0f} s"
+        fields = {"since_s": since_s or None, "limit_s": self.after_s, "moves": True, "remedy": again, **more}
+        return self.say("working", keys, text, wait, **fields)
+
     def _chain(self, key: str, wait: Wait) -> tuple[str, ...]:
         """Return the waits that lead to a process, from the driver if they do; its calls show the way to those."""
         path = self.graph.find_path(self.graph.driver, key, calls=False)

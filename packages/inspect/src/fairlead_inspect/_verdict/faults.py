@@ -266,8 +266,10 @@ def _find_requests(case: Case) -> tuple[list[Finding], set[str]]:
                 held_up.add(key)
             elif not (late and any(key in wait.waiters and wait.targets for wait in case.graph.waits)):
                 text = f"waits until the workers of {request.wants} have started"
-                kind: Kind = "undecided" if late else "working"
-                findings.append(case.say(kind, [key], text, None, confidence="guess", moves=not late, **more))
+                if late:
+                    findings.append(case.say("undecided", [key], text, None, confidence="guess", **more))
+                else:
+                    findings.append(case.say_early([key], text, None, request.since_s or 0.0, confidence="guess"))
     return findings, held_up
 
 

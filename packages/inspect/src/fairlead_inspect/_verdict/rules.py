@@ -15,7 +15,10 @@ from .waits import Wait, make_graph
 
 # A rank may wait so long for a file or a server and be well.
 AFTER_S = 60.0
+# What has stood for a shorter time is not worth a word, if nobody else waits for it.
+EARLY_S = 10.0
 MOST_SUSPECTS = 5
+NO_JOB = "No job runs on this cluster. A driver in init_ray or ray.init has not registered one yet."
 _STACKS = "`stacks` shows where all processes stand; `why` again in a minute shows which of them moved"
 _REPLICA = "may serve a request of another replica, which Ray does not record"
 _RECORDS = (
@@ -25,12 +28,14 @@ _RECORDS = (
 
 
 def diagnose(snapshot: Snapshot, *, after_s: float = AFTER_S) -> tuple[Finding, ...]:
-    """Return what is wrong with the jobs of a snapshot, and what only explains it.
+    """Return what is wrong with the jobs of a snapshot, and what only explains it. Without a job it is undecided.
 
     Args:
         snapshot: what `look` has returned.
         after_s: seconds after which a process that does not move, and that others wait for, is late.
     """
+    if not snapshot.jobs:
+        return (Finding("undecided", "", "guess", text=NO_JOB),)
     worker_sets = find_worker_sets(snapshot)
     cases = (Case(snapshot, make_graph(snapshot, job, worker_sets), after_s) for job in snapshot.jobs)
     return tuple(finding for case in cases for finding in _judge(case))
@@ -140,7 +145,20 @@ def _judge(case: Case) -> list[Finding]:
         places = {case.find_process(key) for key in suspects if key in case.graph.processes}
         findings = [other for other in findings if other.kind != "working" or (other.node, other.pid) not in places]
         findings += [*_list_suspects(case, suspects, findings), *_find_unread(case, {*suspects, *explained})]
-    return sorted(findings, key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
+    return sorted(findings or _find_early(case), key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
+
+
+def _find_early(case: Case) -> list[Finding]:
+    """Say what has stood for some seconds in a job of which nothing else is said, which is no all-clear yet."""
+    early = replace(case, after_s=min(EARLY_S, case.after_s))
+    ages = {key: case.age(key)[0] or case.call_age(key) or early.after_s for key in _standing(early)}
+    for wait in case.graph.waits:
+        if not wait.targets and (waited := case.waited(wait) or 0.0) >= early.after_s:
+            ages |= dict.fromkeys(wait.waiters, waited)
+    if not ages:
+        return []
+    subject = f"{len(ages)} processes" if len(ages) > 1 else ""
+    return [case.say_early([*ages], "motionless, but for less than --after", None, max(ages.values()), subject=subject)]
 
 
 def _find_ends(case: Case, explained: Collection[str]) -> tuple[list[Finding], dict[str, str]]:
@@ -191,9 +209,7 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
             suspects.update(dict.fromkeys(alive, _REPLICA))
         return None
     if row.kind == "working":
-        since_s = end.waited if end.age is None else end.age
-        more: dict[str, Any] = {"workers": wait.workers, "since_s": since_s or None, "limit_s": case.after_s}
-        return case.say("working", sinks, row.text, wait, moves=True, **more)
+        return case.say_early(sinks, row.text, wait, end.waited if end.age is None else end.age, workers=wait.workers)
     return _blame(case, row, sinks, end, wait)
 
 

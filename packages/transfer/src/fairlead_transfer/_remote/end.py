@@ -12,7 +12,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from .collection import Collection, call, find_copies
 from .entry import find_shared
@@ -53,14 +53,8 @@ class End:
         self._pieces: list[tuple[int, Any, Any]] = []
         self._staged: tuple[int, int] | None = None
         self._writable: tuple[int, int] | None = None  # the plan and the memory that were found so
-        self._inconsistent = False
         self._concurrent = False
         self._writing = asyncio.Lock()
-
-    @property
-    def held(self) -> int | Literal["inconsistent"] | None:
-        """The version in place, as in `Link.versions`."""
-        return "inconsistent" if self._inconsistent else self._committed and self._committed[1]
 
     def serve(self, worker: Any, operation: str, args: tuple[Any, ...]) -> Any:
         """Run an operation; on a worker whose async methods overlap, the result is a coroutine on its event loop."""
@@ -154,7 +148,7 @@ class End:
         chunk_bytes: int,
     ) -> Committed:
         """Put the staged tensors into place, while no method of the worker runs or those that run have paused."""
-        if self._committed == (epoch, version) and not self._inconsistent:
+        if self._committed == (epoch, version):
             return Committed(version=version)
         if epoch < self._epoch:
             return Committed("superseded")
@@ -173,14 +167,13 @@ class End:
                 writing, self._committed = True, None
                 await self._put(apply, worker, chunk_bytes)
                 finish(self._collection.values.values())
-                writing, self._inconsistent, self._committed = False, False, (epoch, version)
+                writing, self._committed = False, (epoch, version)
             await call(worker, after)
         except Exception as error:  # noqa: BLE001  whatever the user's methods raise
             text = f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
             return Committed("failed", error=text.rstrip(), inconsistent=writing)
         finally:
             # Also if a hook was cancelled, or Ctrl-C came.
-            self._inconsistent = self._inconsistent or writing
             if self._staged == (epoch, version):
                 self._drop()
         return Committed(version=version, commit_s=time.monotonic() - began)

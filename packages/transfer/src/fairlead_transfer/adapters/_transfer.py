@@ -11,11 +11,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .._remote.segment import Description
 from .._remote.sockets import LOOK_S, Caller, Gone, Late, close, join
-from ..exceptions import Phase, RankFailure, State, TransferError
+from ..exceptions import Phase, RankFailure, Role, State, TransferError
 from ._buckets import Part
 from ._members import Membership
 from ._messages import is_closed, receive, send_all
@@ -29,7 +29,6 @@ OUT_OF_STEP = (
 )
 # Seconds in which all others are notified that this process has failed.
 FAREWELL_S = 1.0
-Side = Literal["source", "target"]
 Arrivals = queue.SimpleQueue[tuple[Caller, socket.socket]]
 _Message = TypeVar("_Message")
 
@@ -193,7 +192,7 @@ class Transfer:
         """Return an error that names processes."""
         me, failures = self.me, []
         for number, why in sorted(reasons.items()):
-            side: Side = "source" if number < me.senders else "target"
+            side: Role = "source" if number < me.senders else "target"
             rank = number - (0 if side == "source" else me.senders)
             failures.append(RankFailure(side, rank, me.nodes[number], why))
         # Buckets go straight to the engines, which may have loaded them.
