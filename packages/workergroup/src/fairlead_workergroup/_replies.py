@@ -126,13 +126,17 @@ def collect(replies: Sequence[Any], deadline: Deadline, check_late: CheckLate | 
     return [values(taken(reply)) if is_stream(reply) else values([reply])[0] for reply in replies]
 
 
-def drain(replies: Iterable[Any], deadline: Deadline, check_late: CheckLate) -> None:
-    """Wait until all replies have ended, and take the items of generators as they arrive; raise the first error."""
+def drain(replies: Iterable[Any], deadline: Deadline, check_late: CheckLate, *, raises: bool = True) -> None:
+    """Wait until all replies have ended, and take the items of generators as they arrive; raise the first error.
+
+    Without `raises`, errors are left where they are.
+    """
     waiting = list(dict.fromkeys(replies))
     while waiting:
         news = run(wait_for_news(waiting, deadline, check_late))
         waiting = [reply for reply in waiting if not news.get(reply)]
-        values(ends_of(reply for reply, has_ended in news.items() if has_ended))
+        if raises:
+            values(ends_of(reply for reply, has_ended in news.items() if has_ended))
 
 
 def run(steps: Generator[Any, None, T]) -> T:

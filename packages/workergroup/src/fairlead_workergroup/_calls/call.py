@@ -16,23 +16,13 @@ from ray.exceptions import RayError
 from .. import _world
 from .._arguments import Gathered, PassedOn
 from .._membership.core import Core, PlannedCall, Sent
-from .._ray_private import end_of
-from .._replies import (
-    CheckLate,
-    NotYet,
-    ResultStream,
-    collect,
-    short_traceback,
-    taken,
-    until,
-    values,
-    wait_for_news,
-    watch,
-)
+from .._ray_private import end_of, is_stream
+from .._replies import NotYet, ResultStream, short_traceback, taken, until, wait_for_news, watch
+from .._start.worker_class import Method
 from .._world import Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, WorkerFailureError
 from .plan import CallOptions, Recipients, prepare_call
-from .results import Arrivals, MultiWorkerFuture, Outcome
+from .results import Arrivals, MultiWorkerFuture, Outcome, flatten, recipients_of
 
 if TYPE_CHECKING:
     # Only the one of typing_extensions has a default before Python 3.13.
@@ -63,6 +53,17 @@ def call_hook(core: Core, method: str, ranks: Sequence[int], deadline: Deadline)
     called = core.described.worker_class.find(method)
     call = prepare_call(core, called, recipients, (), {}, options, is_hook=True)
     return Call(core, None, call, core.send(call))
+
+
+def as_call(core: Core, owner: object, futures: MultiWorkerFuture | Sequence[Any]) -> "Call[Any]":
+    """Return a call; in place of futures, one that waits for them as if they were of a call that is made now."""
+    if isinstance(futures, Call):
+        return futures
+    bundle = futures if isinstance(futures, MultiWorkerFuture) else MultiWorkerFuture(list(futures))
+    kind = "generator" if any(map(is_stream, bundle.futures)) else "plain"
+    began, deadline = _world.current.now(), Deadline.after(core.call_timeout_s)
+    call = PlannedCall(Method("a method", kind, None), recipients_of(bundle), (), began, deadline, CallOptions())
+    return Call(core, owner, call, Sent(call, bundle.futures, core.now.group_epoch))
 
 
 class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
@@ -109,7 +110,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
         with short_traceback():
-            result: Result = self._result(self._until(timeout))
+            result: Result = self._shape(self._results(self._until(timeout)))
             return result
 
     def outcomes(self, timeout: float | None = None) -> list[Outcome]:
@@ -254,9 +255,9 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         if self._yields_items and return_generators_as_proxies:
             self._check_open()
             return self.refs
-        values: Any = self.result()
-        values = [] if self._planned.options.discard else [values] if self._is_single else values
-        return [item for items in values for item in items] if self._yields_items else values
+        with short_traceback():
+            results = self._results(self._until(None))
+            return flatten(self.refs, results)
 
     def as_argument(self) -> ObjectRef[Any] | Gathered:
         self._check_passable()
@@ -280,7 +281,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
     @property
     def _recipients(self) -> Recipients:
-        """The workers that the call reaches; it may have been planned again while it waited."""
+        """The workers that the call reaches, which may have been planned again while it waited."""
         arrivals = self._poll()
         recipients: Recipients = self._planned.recipients if arrivals is None else arrivals.sent.call.recipients
         return recipients
@@ -343,13 +344,19 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             yield []
         return self._wait_until_sent(deadline)
 
-    def _result(self, deadline: Deadline) -> Any:
+    def _shape(self, results: list[Any]) -> Any:
+        """Return the results as `result` does."""
+        if self._planned.options.discard:
+            return None
+        return results[0] if self._is_single else results
+
+    def _results(self, deadline: Deadline) -> list[Any]:
         """Wait for all called workers and fetch the results; the first failure ends the wait or repeats the call."""
         while True:
             self._check_open()
             arrivals = self._wait_until_sent(deadline)
             try:
-                return self._fetch_result(arrivals, deadline, arrivals.check_late)
+                return arrivals.results(deadline, arrivals.check_late)
             except RayError as error:  # every exception of a worker, and none of a signal handler here
                 failure = arrivals.failure(error, deadline)
             # A restart takes seconds.
@@ -359,15 +366,15 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     async def _wait_on_loop(self) -> Any:
         with short_traceback():
             try:
-                return await self._result_on_loop(self._until(None))
+                return self._shape(await self._results_on_loop(self._until(None)))
             except asyncio.CancelledError:
                 if self._core.connected:
                     # A second cancellation ends this wait, but not the thread.
                     await asyncio.shield(asyncio.to_thread(self.cancel))
                 raise
 
-    async def _result_on_loop(self, deadline: Deadline) -> Any:
-        """Wait for the last reply on the event loop. Whatever is not a plain success is settled by `_result`."""
+    async def _results_on_loop(self, deadline: Deadline) -> list[Any]:
+        """Wait for the last reply on the event loop. Whatever is not a plain success is settled by `_results`."""
         self._check_open()
         if self._poll() is None and self.sending is not None:
             await until(self.sending.add_done_callback, deadline)
@@ -377,17 +384,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             await until(partial(watch, ends), deadline, arrivals.check_late)
             if not self._yields_items:
                 with contextlib.suppress(RayError, NotYet):
-                    return self._fetch_result(arrivals, Deadline.after(0.0))
-        return await asyncio.to_thread(self._result, deadline)
-
-    def _fetch_result(self, arrivals: Arrivals, deadline: Deadline, check_late: CheckLate | None = None) -> Any:
-        wanted, others = arrivals.sent.call.recipients.positions
-        in_order = list(map(arrivals.sent.replies.__getitem__, [*wanted, *others]))
-        fetch = collect if self._yields_items else values
-        results = fetch(in_order, deadline, check_late)[: len(wanted)]
-        if self._planned.options.discard:
-            return None
-        return results[0] if self._is_single else results
+                    return arrivals.results(Deadline.after(0.0), None)
+        return await asyncio.to_thread(self._results, deadline)
 
     def _stream(self, timeout: float | None, turn_s: float | None) -> Generator[list[Outcome]]:
         """Yield the items of generators as they arrive; see `stream`."""
@@ -404,7 +402,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
                 if not (items := taken(stream)):
                     continue
                 # An item that cannot be fetched is kept: an error is raised again, and a timeout loses nothing.
-                value = _fetch(arrivals, items[0], deadline)
+                value = arrivals.value(items[0], deadline)
                 del items[0]
                 items.handed_out += 1
                 yield [arrivals.make_outcome(position, value)]
@@ -412,7 +410,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
                 deadline = self._until(timeout)  # of the next item
         # A stream whose worker has died just stops; the completion has the error.
         for end in map(end_of, arrivals.sent.replies):
-            _fetch(arrivals, end, self._until(timeout))
+            arrivals.value(end, self._until(timeout))
 
     def _iterate(self, turn_s: float | None) -> Generator[list[Outcome]]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
@@ -466,12 +464,3 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         self._latest = Arrivals(self._core, Sent(sent.call, list(replies.values()), again.epoch), self._cancelled)
         self._attempts += 1
         return True
-
-
-def _fetch(arrivals: Arrivals, ref: Any, deadline: Deadline) -> Any:
-    """Return the value of a reference that is here or will be soon, or raise the failure of the call."""
-    try:
-        (value,) = values([ref], deadline, arrivals.check_late)
-    except RayError as error:
-        raise arrivals.failure(error, deadline)  # noqa: B904  chained there
-    return value

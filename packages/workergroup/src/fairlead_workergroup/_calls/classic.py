@@ -7,10 +7,9 @@ from typing import Any
 from ray import ObjectRef
 
 from .._membership.losses import note_known_dead
-from .._replies import short_traceback
-from .call import Call, send_call
+from .call import Call, as_call, send_call
 from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, make_plan, prepare_call, replicate
-from .results import MultiWorkerFuture, fetch
+from .results import MultiWorkerFuture
 from .view import AddressedWorkers, Target
 
 
@@ -199,12 +198,8 @@ class ClassicCalls(AddressedWorkers):
             WorkerFailureError: a worker was lost.
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
-        with short_traceback():
-            if isinstance(future_bundle, Call):
-                return future_bundle.get_results(return_generators_as_proxies=return_generators_as_proxies)
-            if not isinstance(future_bundle, MultiWorkerFuture):
-                future_bundle = MultiWorkerFuture(list(future_bundle))
-            return fetch(future_bundle, core=self._target.core, proxies=return_generators_as_proxies)
+        call = as_call(self._target.core, self, future_bundle)
+        return call.get_results(return_generators_as_proxies=return_generators_as_proxies)
 
     def _dispatch(
         self,

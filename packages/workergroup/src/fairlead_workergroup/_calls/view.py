@@ -175,7 +175,7 @@ class AddressedWorkers:
         The first worker of each tied group takes part; without tied groups, every worker does. Items are taken one by
         one, as workers become free and results are requested. After one second a progress bar appears on a terminal.
 
-        The `retries` and the `timeout` of `with_options` hold for each item; its other options have no meaning here.
+        The `timeout` of `with_options` holds for each item; its other options have no meaning here.
 
         Args:
             method: its name, or a function, as for `call`; an item is its only argument.
@@ -208,15 +208,15 @@ class AddressedWorkers:
         """
         target = self._find_target()
         options = target.options or CallOptions()
-        meaningless = {"collect": options.collect, "first_along": options.first_along, "discard": options.discard}
-        if given := [name for name, value in meaningless.items() if value not in (None, (), False)]:
+        names = ("collect", "first_along", "retries", "discard")
+        if given := [name for name in names if getattr(options, name) not in (None, (), False)]:
             raise ValueError(
                 f"map gives each item to one worker, so the options {given} of this view have no meaning. Use a view "
                 "without them."
             )
         now, all_ranks = target.core.now, target.mesh.ranks
         ranks = [rank for rank in all_ranks if now[rank].place.tied_rank == 0] or all_ranks
-        each = CallOptions((), timeout=options.timeout if timeout is None else timeout, retries=options.retries)
+        each = CallOptions((), timeout=options.timeout if timeout is None else timeout)
         map_options = replace(
             target.map_options,
             max_in_flight=max_in_flight,
