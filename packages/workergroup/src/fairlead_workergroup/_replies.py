@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from fairlead_placement.extension import release_when_dropped
 
 from . import _world
-from ._ray_private import TASK_BYTES, actor_id_of_ref, end_of, is_stream, on_ready
+from ._ray_private import TASK_BYTES, actor_id_of_ref, end_of, is_stream
 from ._world import NEVER, Deadline
 from .exceptions import WorkerGroupError
 
@@ -38,12 +38,11 @@ INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_placement", "fairlead_w
 
 
 class Request(NamedTuple):
-    """The request to one worker: a method of its host, the arguments, and the back-pressure its host does not know."""
+    """The request to one worker: a method of its host, and the arguments."""
 
     method: str
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    backpressure: int | None = None
 
 
 class NotYet(Exception):
@@ -68,11 +67,8 @@ def submit(handles: Iterable[Any], requests: Iterable[Request]) -> list[Any]:
     replies: list[Any] = []
     interrupted: KeyboardInterrupt | None = None
     for handle, request in zip(handles, requests, strict=True):
-        method = getattr(handle, request.method)
-        if request.backpressure is not None:
-            method = method.options(_generator_backpressure_num_objects=request.backpressure)
         try:
-            replies.append(method.remote(*request.args, **request.kwargs))
+            replies.append(getattr(handle, request.method).remote(*request.args, **request.kwargs))
         except KeyboardInterrupt as error:
             interrupted = error
     if interrupted is not None:
@@ -126,17 +122,13 @@ def collect(replies: Sequence[Any], deadline: Deadline, check_late: CheckLate | 
     return [values(taken(reply)) if is_stream(reply) else values([reply])[0] for reply in replies]
 
 
-def drain(replies: Iterable[Any], deadline: Deadline, check_late: CheckLate, *, raises: bool = True) -> None:
-    """Wait until all replies have ended, and take the items of generators as they arrive; raise the first error.
-
-    Without `raises`, errors are left where they are.
-    """
+def drain(replies: Iterable[Any], deadline: Deadline, check_late: CheckLate) -> None:
+    """Wait until all replies have ended, and take the items of generators as they arrive; raise the first error."""
     waiting = list(dict.fromkeys(replies))
     while waiting:
         news = run(wait_for_news(waiting, deadline, check_late))
         waiting = [reply for reply in waiting if not news.get(reply)]
-        if raises:
-            values(ends_of(reply for reply, has_ended in news.items() if has_ended))
+        values(ends_of(reply for reply, has_ended in news.items() if has_ended))
 
 
 def run(steps: Generator[Any, None, T]) -> T:
@@ -171,11 +163,11 @@ def error_of(ref: Any, seconds: float = 0.0) -> BaseException | None:
 def ignore(refs: Sequence[ObjectRef[Any]]) -> None:
     """Keep Ray from logging the errors that the replies of a failed call may still bring as unhandled ones."""
 
-    def hold(ref: ObjectRef[Any], value: Any) -> None:
+    def hold(ref: ObjectRef[Any], future: Any) -> None:
         """Keep the reference until the reply has come: Ray logs an error that comes when there is none."""
 
     for ref in wait(refs)[1]:
-        on_ready(ref, partial(hold, ref))
+        ref.future().add_done_callback(partial(hold, ref))
 
 
 def taken(reply: Any) -> Items:
@@ -214,13 +206,13 @@ def watch(refs: Sequence[ObjectRef[Any]], wake: Callable[[], object]) -> None:
     """
     missing = list(range(len(refs)))  # `pop` is atomic
 
-    def note(value: Any) -> None:
+    def note(future: Any) -> None:
         missing.pop()
-        if not missing or isinstance(value, RayError):
+        if not missing or future.exception() is not None:
             wake()
 
     for ref in refs:
-        on_ready(ref, note)
+        ref.future().add_done_callback(note)
 
 
 async def until(
@@ -281,42 +273,31 @@ def wait_for_news(
 class ResultStream(Generic[T]):
     """Results as they arrive, for `for`, and for `async for` in a coroutine. `Call.stream` and `map` return it.
 
-    It can be iterated once, in one of the two ways; the other one raises RuntimeError.
+    It can be iterated once.
     """
 
-    # Yields a list for each result, and empty ones while there is none: on an event loop, each step runs on a thread.
-    _steps: Generator[list[T]]
-
     def __init__(self, steps: Callable[[float | None], Generator[list[T]]]) -> None:
-        self._make_steps = steps  # given the longest time that a step waits
-        self._mode = ""
+        # Given the longest time that a step waits. They yield a list for each result, and empty ones without a result:
+        # on an event loop, each step runs on a thread.
+        self._make_steps = steps
+        self._steps: Generator[list[T]] | None = None
         self._is_given_up = False
-
-    def _start(self, mode: str) -> Generator[list[T]]:
-        if not self._mode:
-            self._mode = mode
-            self._steps = self._make_steps(None if mode == "for" else TURN_S)
-            if mode == "async for":  # an event loop must not wait until a stream is closed that it drops
-                release_when_dropped(self, str, self._steps.close)
-        if self._mode != mode:
-            raise RuntimeError(f"these results are being iterated with `{self._mode}`; continue with that")
-        return self._steps
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T:
         """Wait for the next result and return it."""
-        steps = self._start("for")
+        self._steps = self._steps or self._make_steps(None)
         with short_traceback():
-            for results in steps:
+            for results in self._steps:
                 if results:
                     return results[0]
         raise StopIteration
 
     def close(self) -> None:
         """Give up the rest."""
-        if self._mode == "for":
+        if self._steps is not None:
             self._steps.close()
 
     def __aiter__(self) -> Self:
@@ -324,9 +305,12 @@ class ResultStream(Generic[T]):
 
     async def __anext__(self) -> T:
         """Wait for the next result without blocking the event loop, and return it."""
-        steps = self._start("async for")
+        if self._steps is None:
+            self._steps = self._make_steps(TURN_S)
+            # An event loop must not wait until a stream is closed that it drops.
+            release_when_dropped(self, str, self._steps.close)
         with short_traceback():
-            while (results := await self._step(steps)) is not None:
+            while (results := await self._step(self._steps)) is not None:
                 if results:
                     return results[0]
         raise StopAsyncIteration
@@ -350,9 +334,8 @@ class ResultStream(Generic[T]):
             raise
 
     async def aclose(self) -> None:
-        """Give up the rest."""
-        if self._mode == "async for":
-            await asyncio.to_thread(self._steps.close)
+        """Give up the rest without blocking the event loop."""
+        await asyncio.to_thread(self.close)
 
 
 class short_traceback(contextlib.AbstractContextManager[None]):

@@ -73,20 +73,8 @@ def test_options_of_plain_methods(option):
     assert refused.startswith(f"step uses @ray.method({name}=")
 
 
-@pytest.mark.parametrize("limit", [0, -2])
-def test_bad_backpressure(limit):
-    """A limit that is not a positive number of items is refused, also for a generator method."""
-
-    class Worker:
-        @ray.method(_generator_backpressure_num_objects=limit)
-        def items(self):
-            yield 1
-
-    assert describe(Worker)["refused"] == [f"items uses @ray.method(_generator_backpressure_num_objects={limit})"]
-
-
 def test_default_options():
-    """Default values are ignored; the back-pressure of generator methods is kept."""
+    """Default values are ignored."""
 
     class Worker:
         @ray.method(
@@ -103,14 +91,7 @@ def test_default_options():
         def items(self):
             yield 1
 
-        @timed
-        @ray.method(_generator_backpressure_num_objects=3)
-        def limited(self):
-            yield 1
-
-    described = describe(Worker)
-    assert described["refused"] == []
-    assert described["backpressure"] == {"limited": 3}
+    assert describe(Worker)["refused"] == []
 
 
 class Hidden:

@@ -154,15 +154,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         return ResultStream(self._iterate)
 
     def __repr__(self) -> str:
-        if self._cancelled:
-            state = "cancelled"
-        elif not self._core.connected:
-            state = "its Ray has been shut down"
-        elif (arrivals := self._poll()) is None:
-            state = "could not be sent" if self.done() else "waits to be sent"
-        else:
-            state = f"{len(self._ranks) - len(arrivals.pending())} of {len(self._ranks)} workers done"
-        return f"Call({self._planned.method.name!r}, {state}, {len(self._positions)} results)"
+        return f"Call({self._planned.method.name!r}, {len(self._ranks)} workers, {len(self._positions)} results)"
 
     @property
     def futures(self) -> list[Any]:  # type: ignore[override]
@@ -379,12 +371,11 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         if self._poll() is None and self.sending is not None:
             await until(self.sending.add_done_callback, deadline)
         arrivals = self._wait_until_sent(deadline)
-        if self._planned.method.backpressure is None:  # otherwise the generators end only when their items are taken
-            ends = list(map(end_of, arrivals.sent.replies))
-            await until(partial(watch, ends), deadline, arrivals.check_late)
-            if not self._yields_items:
-                with contextlib.suppress(RayError, NotYet):
-                    return arrivals.results(Deadline.after(0.0), None)
+        ends = list(map(end_of, arrivals.sent.replies))
+        await until(partial(watch, ends), deadline, arrivals.check_late)
+        if not self._yields_items:
+            with contextlib.suppress(RayError, NotYet):
+                return arrivals.results(Deadline.after(0.0), None)
         return await asyncio.to_thread(self._results, deadline)
 
     def _stream(self, timeout: float | None, turn_s: float | None) -> Generator[list[Outcome]]:

@@ -19,7 +19,7 @@ from .._membership.core import Core, Sent
 from .._membership.losses import diagnose
 from .._observe.query import cancel_calls, late_workers
 from .._ray_private import end_of, is_stream
-from .._replies import CheckLate, NotYet, collect, drain, ends_of, short_traceback, take, taken, values
+from .._replies import CheckLate, collect, ends_of, short_traceback, take, taken, values
 from .._world import NEVER, Deadline
 from ..exceptions import (
     CallCancelledError,
@@ -159,19 +159,14 @@ class Arrivals:
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait until all called workers have finished, and log those that have not; return whether it is in time."""
-
-        def check(deadline: Deadline) -> Deadline:
+        ends = list(map(end_of, self.sent.replies))
+        while True:
+            self._core.connection.check()
+            if not replies.wait(ends, deadline.left(at_most=replies.REPORT_EVERY_S))[1]:
+                return True
             if deadline.passed:
-                raise NotYet
+                return False
             self.check_late(NEVER)
-            return deadline
-
-        self._core.connection.check()
-        try:
-            drain(self.sent.replies, deadline, check, raises=False)
-        except NotYet:
-            return not self.pending()
-        return True
 
     def check_late(self, deadline: Deadline) -> Deadline:
         """Log the workers that have not finished; return the deadline of the rest of the wait.

@@ -15,7 +15,7 @@ from ..exceptions import WorkerGroupError
 from .query import find_boards
 
 # Of the published data; readers of another version leave the group out.
-SCHEMA = 4
+SCHEMA = 5
 KEY = "fairlead-group-"
 # Boards answer in milliseconds; those of a node that hangs do not.
 ANSWER_S = 5.0

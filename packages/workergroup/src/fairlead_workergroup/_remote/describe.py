@@ -17,7 +17,6 @@ def describe(target: Any, asks: Sequence[dict[str, Any]] = (), more: Sequence[st
     cls = undecorate(decorated)
     methods: dict[str, tuple[str, Any]] = {}
     full_names: dict[str, str] = {}
-    backpressure: dict[str, int] = {}
     refused: list[str] = []
     is_async = False  # as Ray decides whether methods overlap
     for name in dir(cls):
@@ -32,18 +31,14 @@ def describe(target: Any, asks: Sequence[dict[str, Any]] = (), more: Sequence[st
         kind = kind_of(function)
         methods[name] = kind, _parameters(getattr(cls, name), bound=bound)
         full_names[name] = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-        options = _method_options(function, kind)
-        limit = options.get(_BACKPRESSURE)
-        if isinstance(limit, int) and limit > 0 and kind in ("generator", "async_generator"):
-            backpressure[name] = options.pop(_BACKPRESSURE)
-        refused += [f"{name} uses @ray.method({option}={value!r})" for option, value in options.items()]
+        given = _method_options(function, kind)
+        refused += [f"{name} uses @ray.method({option}={value!r})" for option, value in given.items()]
     options = dict(getattr(decorated, "_default_options", None) or {})
     configure = getattr(cls, "configure_worker", None)
     return {
         "name": cls.__name__,
         "methods": methods,
         "full_names": full_names,
-        "backpressure": backpressure,
         "options": options,
         "refused": refused,
         "is_async": is_async,
@@ -63,13 +58,12 @@ def _configure(configure: Any, ask: dict[str, Any]) -> tuple[dict[str, Any], ...
     return tuple(dict(part or {}) for part in answer)
 
 
-_BACKPRESSURE = "_generator_backpressure_num_objects"
 # The options of @ray.method, each with the values that change nothing. Ray stores an option as an attribute of the
 # function, without the underscore with which some of the names begin.
 _NO_CHANGE: dict[str, tuple[Any, ...]] = {
     "concurrency_group": (),
     "enable_task_events": (True,),
-    _BACKPRESSURE: (-1,),
+    "_generator_backpressure_num_objects": (-1,),
     "max_task_retries": (0,),
     "num_returns": (),
     "_num_objects_per_yield": (1,),

@@ -38,7 +38,6 @@ class Method:
     kind: str  # plain, generator, async or async_generator
     signature: inspect.Signature | None  # None if Python cannot tell
     function: Any = None  # pickled, or a reference to that; None for a method
-    backpressure: int | None = None  # after so many items a generator waits until one is read
 
     @cached_property
     def result(self) -> str:
@@ -85,10 +84,7 @@ class WorkerClass:
         return cls(
             data["target"],
             data["class"],
-            {
-                name: Method(name, kind, _signature(parameters), backpressure=limit)
-                for name, kind, parameters, limit in data["methods"]
-            },
+            {name: Method(name, kind, _signature(parameters)) for name, kind, parameters in data["methods"]},
             concurrent=data["concurrent"],
             full_names=data["full_names"],
             plain=data,
@@ -103,8 +99,7 @@ class WorkerClass:
     def actor_class(self) -> Any:
         """The generated class that hosts it, as a Ray actor class."""
         kinds = {method.name: method.kind for method in self.methods.values()}
-        limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
-        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits))
+        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent))
 
     def find(self, method: "str | Callable[..., Any] | Method") -> Method:
         """Return what `method` does; a `Method` is returned as it is."""
@@ -229,13 +224,12 @@ def describe_class(
             f"{answer['name']}: {'; '.join(refused)}: a worker of a group cannot have this option of a method. "
             "Remove the option, or create this actor without a group."
         )
-    limits = answer["backpressure"]
     plain = {
         "class": answer["name"],
         "target": target if isinstance(target, str) else "",
         "concurrent": answer["is_async"] if concurrent == "auto" else concurrent,
         "full_names": answer["full_names"],
-        "methods": [(name, *described, limits.get(name)) for name, described in answer["methods"].items()],
+        "methods": [(name, *described) for name, described in answer["methods"].items()],
     }
     return replace(
         WorkerClass.from_dict(plain),
