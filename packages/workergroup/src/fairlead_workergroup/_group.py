@@ -20,7 +20,6 @@ from ._calls.call import call_hook
 from ._calls.classic import ClassicCalls
 from ._calls.handle import GroupHandle, GroupIdentity
 from ._calls.map import MapOptions, Strategy
-from ._calls.plan import Mesh
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
 from ._membership import operations
@@ -143,7 +142,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self._core = core = Core(
             self.name_prefix, places, sharding, policy=policy, call_timeout_s=timeouts.call_s, memory_limit=limit
         )
-        self._own_target = Target(core, Mesh(sharding), sharding, map_options)
+        self._target = Target(core, map_options)
         self._assemble(spec, restart.method, elastic.on_resize)
         self._start()
 

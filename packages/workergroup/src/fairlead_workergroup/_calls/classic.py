@@ -6,11 +6,13 @@ from typing import Any
 
 from ray import ObjectRef
 
+from fairlead_sharding import NamedSharding
+
 from .._membership.losses import note_known_dead
 from .call import Call, as_call, send_call
 from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, make_plan, prepare_call, replicate
 from .results import MultiWorkerFuture
-from .view import AddressedWorkers, Target
+from .view import AddressedWorkers
 
 
 class ClassicCalls(AddressedWorkers):
@@ -60,15 +62,15 @@ class ClassicCalls(AddressedWorkers):
             CallTimeoutError: an event loop runs here, and the call would have to wait for a restart or a resize. `call`
                 waits without blocking the loop.
         """
-        target = self._target
-        size = target.mesh.sharding.size
+        sharding = self._target.mesh.sharding
+        size = sharding.size
         if isinstance(worker_idx, bool) or not isinstance(worker_idx, int):
             raise TypeError(f"worker_idx must be an int, got {worker_idx!r}")
         if not 0 <= worker_idx < size:
             raise IndexError(f"worker_idx {worker_idx} is out of range: the group has ranks 0 to {size - 1}")
         recipients = Recipients([worker_idx], [worker_idx], None)
         future: ObjectRef[Any]
-        (future,) = self._dispatch(target, method_name, recipients, args, kwargs, replicate).futures
+        (future,) = self._dispatch(sharding, method_name, recipients, args, kwargs, replicate).futures
         return future
 
     def run_all_workers_single_data(
@@ -89,9 +91,9 @@ class ClassicCalls(AddressedWorkers):
             ValueError: an axis does not exist.
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
         """
-        target = self._target
-        plan = make_plan(target.mesh, CallOptions(first_along=run_rank_0_only_axes))
-        return self._dispatch(target, method_name, plan, args, kwargs, replicate).futures
+        mesh = self._target.mesh
+        plan = make_plan(mesh, CallOptions(first_along=run_rank_0_only_axes))
+        return self._dispatch(mesh.sharding, method_name, plan, args, kwargs, replicate).futures
 
     def run_all_workers_multiple_data(
         self,
@@ -123,15 +125,15 @@ class ClassicCalls(AddressedWorkers):
                 f"run_all_workers_multiple_data({method_name!r}) needs at least one list with a value for each worker, "
                 "got none. For the same arguments everywhere, use run_all_workers_single_data."
             )
-        target = self._target
-        plan = make_plan(target.mesh, CallOptions(first_along=run_rank_0_only_axes))
+        mesh = self._target.mesh
+        plan = make_plan(mesh, CallOptions(first_along=run_rank_0_only_axes))
 
         def column(values: Any) -> Column:
             # Unlike `PerWorker`, NeMo RL accepts a pandas Series, which has keys.
             is_series = hasattr(values, "keys") and not isinstance(values, Mapping)
             return column_per_worker(list(values) if is_series else values, len(plan.called))
 
-        return self._dispatch(target, method_name, plan, args, kwargs, column, common_kwargs).futures
+        return self._dispatch(mesh.sharding, method_name, plan, args, kwargs, column, common_kwargs).futures
 
     def run_all_workers_sharded_data(
         self,
@@ -165,8 +167,8 @@ class ClassicCalls(AddressedWorkers):
                 at any depth; or a name is in both `kwargs` and `common_kwargs`.
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
         """
-        target = self._target
-        plan = target.mesh.sharding.plan(
+        sharding = self._target.mesh.sharding
+        plan = sharding.plan(
             in_sharded_axes=as_axes(in_sharded_axes),
             replicate_on_axes=as_axes(replicate_on_axes),
             output_is_replicated=as_axes(output_is_replicated),
@@ -178,7 +180,7 @@ class ClassicCalls(AddressedWorkers):
         def column(nested: Any) -> Column:
             return Column(plan.pieces(nested), index)
 
-        return self._dispatch(target, method_name, recipients, args, kwargs, column, common_kwargs, queues=True)
+        return self._dispatch(sharding, method_name, recipients, args, kwargs, column, common_kwargs, queues=True)
 
     def get_all_worker_results(
         self, future_bundle: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
@@ -203,7 +205,7 @@ class ClassicCalls(AddressedWorkers):
 
     def _dispatch(
         self,
-        target: Target,
+        sharding: NamedSharding,
         method_name: str,
         recipients: Recipients,
         args: Sequence[Any],
@@ -215,13 +217,12 @@ class ClassicCalls(AddressedWorkers):
     ) -> Call:
         """Send a call. With `queues`, one of an event loop that has to wait is sent later; otherwise it is refused."""
         # The deaths that a user's `ray.get` of earlier futures has met: then this call raises or repairs them.
-        note_known_dead(target.core, recipients.called)
+        core = self._target.core
+        note_known_dead(core, recipients.called)
         common = common_kwargs or {}
-        method = target.core.described.worker_class.find(method_name)
+        method = core.described.worker_class.find(method_name)
         if both := sorted(set(kwargs) & set(common)):
             raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
         named = {**kwargs, **{name: replicate(value) for name, value in common.items()}}
-        call = prepare_call(
-            target.core, method, recipients, args, named, CallOptions(), column=column, sharding=target.sharding
-        )
-        return send_call(target.core, self, call, queues=queues)
+        call = prepare_call(core, method, recipients, args, named, CallOptions(), column=column, sharding=sharding)
+        return send_call(core, self, call, queues=queues)

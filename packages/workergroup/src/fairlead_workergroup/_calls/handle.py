@@ -22,7 +22,6 @@ from .._status import STUCK_AFTER_S, WorkerStatus, read_statuses
 from .._world import Deadline
 from ..exceptions import StaleGroupError, WorkerFailure, WorkerFailureError, WorkerGroupError, format_ranks
 from .map import MapOptions
-from .plan import Mesh
 from .view import Target, TypedCalls
 
 # A publication that is on its way arrives within this time, and how often it is looked for.
@@ -131,12 +130,9 @@ class GroupHandle(TypedCalls):
         """The axes over the ranks."""
         return self._connect().now.sharding
 
-    def _find_target(self, *, renew: bool = True) -> Target:
-        core = self._connect()
-        if renew:
-            core.renew()
-        sharding = core.now.sharding
-        return Target(core, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
+    @property
+    def _target(self) -> Target:  # type: ignore[override]
+        return Target(self._connect(), MapOptions("round_robin", move_items=False))
 
     def status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
         """Return what each worker does, by rank, as `RayWorkerGroup.get_worker_status` does.

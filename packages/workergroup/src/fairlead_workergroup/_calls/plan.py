@@ -318,18 +318,14 @@ def prepare_call(
     columns = make_columns(method, args, kwargs, column, prepare)
     if method.function is not None:
         columns = [Column([prepare(method.function)]), *columns]
-    epoch = None if core.is_owner else core.now.group_epoch
-    call = replace(call, requests=make_requests(method, recipients, columns, names, epoch))
-    if replan is None:
-        return call
 
-    def plan_again() -> PlannedCall:
-        now, sharding = replan()
+    def finish(recipients: Recipients, sharding: NamedSharding | None) -> PlannedCall:
         epoch = None if core.is_owner else core.now.group_epoch
-        requests = make_requests(method, now, columns, names, epoch)
-        return replace(call, recipients=now, requests=requests, sharding=sharding)
+        requests = make_requests(method, recipients, columns, names, epoch)
+        again = None if replan is None else lambda: finish(*replan())
+        return replace(call, recipients=recipients, requests=requests, sharding=sharding, replan=again)
 
-    return replace(call, replan=plan_again)
+    return finish(recipients, sharding)
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 """The calling methods of a group and of its views, with the types of their results."""
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
@@ -32,35 +32,47 @@ class ViewOptions(TypedDict, total=False):
     discard: bool
 
 
-@dataclass(frozen=True)
 class Target:
-    """The workers that a call goes to."""
+    """The workers that a call goes to: those at the coordinates of each view on a path, on the present axes."""
 
-    core: Core
-    mesh: Mesh
-    sharding: NamedSharding  # the axes of the whole group that the mesh was made from
-    map_options: MapOptions
-    options: CallOptions | None = None  # those that `with_options` has set
-    path: tuple[dict[str, int | slice], ...] = ()  # the coordinates of each view on the way from the group to these
+    def __init__(
+        self,
+        core: Core,
+        map_options: MapOptions,
+        options: CallOptions | None = None,  # those that `with_options` has set
+        path: tuple[dict[str, int | slice], ...] = (),
+    ) -> None:
+        self.core = core
+        self.map_options = map_options
+        self.options = options
+        self.path = path
+        sharding = core.now.sharding
+        self.known = sharding, self._select(sharding)
 
-    def at(self, coords: dict[str, int | slice]) -> "Target":
-        """Return the target of the workers at some coordinates."""
-        return replace(self, mesh=self.mesh.at(coords), path=(*self.path, coords))
+    def _select(self, sharding: NamedSharding) -> Mesh:
+        mesh = Mesh(sharding)
+        for coords in self.path:
+            mesh = mesh.at(coords)
+        return mesh
 
-    def follow(self) -> "Target":
-        """Return the workers at the same coordinates on the present axes of the group."""
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the workers."""
+        return self.find_mesh()[1]
+
+    def find_mesh(self) -> tuple[NamedSharding, Mesh]:
+        """Return the axes of the whole group, and the mesh of the workers on them."""
         now = self.core.now
-        mesh = Mesh(now.sharding)
-        try:
-            for coords in self.path:
-                mesh = mesh.at(coords)
-        except (IndexError, ValueError) as error:
-            last = now.resizes[-1]
-            raise StaleGroupError(
-                f"{error} The group was resized {last}. This view works again when the group has grown.",
-                last.epoch,
-            ) from None
-        return replace(self, mesh=mesh, sharding=now.sharding)
+        if self.known[0] is not now.sharding:
+            try:
+                self.known = now.sharding, self._select(now.sharding)
+            except (IndexError, ValueError) as error:
+                last = now.resizes[-1]
+                raise StaleGroupError(
+                    f"{error} The group was resized {last}. This view works again when the group has grown.",
+                    last.epoch,
+                ) from None
+        return self.known
 
     def call(
         self,
@@ -71,18 +83,19 @@ class Target:
         kwargs: Mapping[str, Any],
     ) -> Call:
         """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive until its end."""
+
+        def make() -> tuple[CallPlan, NamedSharding]:
+            sharding, mesh = self.find_mesh()
+            return make_plan(mesh, options), sharding
+
+        self.core.renew()
         called = self.core.described.worker_class.find(method)
-        plan = make_plan(self.mesh, options)
-
-        def plan_again() -> tuple[CallPlan, NamedSharding]:
-            target = self.follow()
-            return make_plan(target.mesh, options), target.sharding
-
+        plan, sharding = make()
         # Values that were split for the size that the group had cannot be sent when it has another one.
         is_split = any(isinstance(value, (Shard, PerWorker)) for value in (*args, *kwargs.values()))
-        replan = None if is_split else plan_again
+        replan = None if is_split else make
         planned = prepare_call(
-            self.core, called, plan, args, kwargs, options, column=plan.column, sharding=self.sharding, replan=replan
+            self.core, called, plan, args, kwargs, options, column=plan.column, sharding=sharding, replan=replan
         )
         return send_call(self.core, owner, planned)
 
@@ -93,22 +106,7 @@ class AddressedWorkers:
     The target does not refer to the group, which must be released when its last reference is.
     """
 
-    # On the axes that the group had when the workers were used last.
-    _own_target: Target
-
-    @property
-    def _target(self) -> Target:
-        """The workers that calls go to, on the axes that this process knows."""
-        return self._find_target(renew=False)
-
-    def _find_target(self, *, renew: bool = True) -> Target:
-        """Return the workers that calls go to, on the present axes; with `renew`, also if another process resizes."""
-        target = self._own_target
-        if renew and not target.core.is_owner:
-            target.core.renew()
-        if target.core.now.sharding is not target.sharding:
-            target = self._own_target = target.follow()
-        return target
+    _target: Target
 
     @property
     def _owner(self) -> object:
@@ -132,10 +130,11 @@ class AddressedWorkers:
             ValueError: an axis does not exist, or a slice selects no worker.
             IndexError: a coordinate is outside its axis; the message names the axis and its size.
         """
-        try:
-            return GroupView(self._owner, self._target.at(coords))
-        except IndexError:
-            return GroupView(self._owner, self._find_target().at(coords))
+        target = self._target
+        target.core.renew()
+        target.find_mesh()  # refuses a view that has no workers now
+        path = (*target.path, coords)
+        return GroupView(self._owner, Target(target.core, target.map_options, target.options, path))
 
     def with_options(self, **options: Unpack[ViewOptions]) -> "GroupView":
         """Return a view whose `call` uses these options and passes every keyword on to the method.
@@ -155,7 +154,7 @@ class AddressedWorkers:
         target = self._target
         all_options = replace(target.options or CallOptions(), **options)
         make_plan(target.mesh, all_options)
-        return GroupView(self._owner, replace(target, options=all_options))
+        return GroupView(self._owner, Target(target.core, target.map_options, all_options, target.path))
 
     def map(
         self,
@@ -206,7 +205,8 @@ class AddressedWorkers:
             Exception: a worker's own exception, with its type and a note that names the item. The items of other
                 workers are cancelled.
         """
-        target = self._find_target()
+        target = self._target
+        target.core.renew()
         options = target.options or CallOptions()
         names = ("collect", "first_along", "retries", "discard")
         if given := [name for name in names if getattr(options, name) not in (None, (), False)]:
@@ -240,17 +240,18 @@ class GroupView(AddressedWorkers):
 
     def __init__(self, group: object, target: Target) -> None:
         self._group = group
-        self._own_target = target
+        self._target = target
 
     @property
     def _owner(self) -> object:
         return self._group
 
     def __repr__(self) -> str:
-        target = self._own_target
-        shape = {} if target.mesh.single else target.mesh.sharding.shape
+        target = self._target
+        mesh = target.known[1]
+        shape = {} if mesh.single else mesh.sharding.shape
         options = "" if target.options is None else f", {target.options}"
-        return f"GroupView({target.core.name_prefix!r}, {shape}, ranks [{format_ranks(target.mesh.ranks)}]{options})"
+        return f"GroupView({target.core.name_prefix!r}, {shape}, ranks [{format_ranks(mesh.ranks)}]{options})"
 
     @property
     def ranks(self) -> list[int]:
@@ -280,8 +281,8 @@ class GroupView(AddressedWorkers):
         Returns:
             The call.
         """
-        options, kwargs = split_options(self._own_target.options, kwargs)
-        return self._find_target().call(self._group, method, options, args, kwargs)
+        options, kwargs = split_options(self._target.options, kwargs)
+        return self._target.call(self._group, method, options, args, kwargs)
 
     def explain(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
         """Return what `call` with these arguments would do: pieces, stored values and results.
@@ -294,8 +295,8 @@ class GroupView(AddressedWorkers):
         Raises:
             AttributeError, TypeError, ValueError: as `call` does.
         """
-        options, kwargs = split_options(self._own_target.options, kwargs)
         target = self._target
+        options, kwargs = split_options(target.options, kwargs)
         called = target.core.described.worker_class.method(method)
         return explain_plan(make_plan(target.mesh, options), called, args, kwargs)
 
@@ -392,4 +393,4 @@ class TypedCalls(AddressedWorkers):
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
         options = CallOptions(collect, first_along, timeout, retries, discard)
-        return self._find_target().call(self, method, options, args, kwargs)
+        return self._target.call(self, method, options, args, kwargs)
