@@ -185,12 +185,12 @@ def ends_of(replies: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys([*map(end_of, replies), *(own[-1] for own in items if own)]))
 
 
-def take(reply: Any, most: int = MOST_IN_A_TURN) -> bool:
+def take(reply: Any) -> bool:
     """Take the items of a generator that are there, at least one; return whether the reply has ended."""
     if not is_stream(reply):
         return True
     items = taken(reply)
-    for _ in range(most):
+    for _ in range(MOST_IN_A_TURN):
         if (item := next(reply, None)) is None:
             return True
         items.append(item)
@@ -234,39 +234,22 @@ async def until(
                 await asyncio.to_thread(check_late, deadline)
 
 
-def find_news(
-    replies: Sequence[Any], seconds: float | None, *, here: bool = False, most: int = MOST_IN_A_TURN
-) -> dict[Any, bool]:
-    """Wait for news of some replies for some seconds; return which have news, and whether each has ended.
-
-    With `here`, a value counts once it is on this node. At most `most` items of a generator are taken.
-    """
-    ready, _ = _world.current.wait(replies, num_returns=1, timeout=seconds, fetch_local=here)
-    if ready and len(replies) > 1:
-        ready += _world.current.wait(replies, num_returns=len(replies), timeout=0, fetch_local=here)[0]
-    return {reply: take(reply, most) for reply in dict.fromkeys(ready)}
-
-
 def wait_for_news(
-    replies: Sequence[Any],
-    deadline: Deadline,
-    check_late: CheckLate,
-    turn_s: float | None = None,
-    *,
-    here: bool = False,
-    most: int = MOST_IN_A_TURN,
+    replies: Sequence[Any], deadline: Deadline, check_late: CheckLate, turn_s: float | None = None
 ) -> Generator[list[Any], None, dict[Any, bool]]:
-    """Return what `find_news` does, once there is news; yield an empty list after each turn without news.
+    """Return which replies have news, once there is some, and whether each has ended; yield an empty list each turn.
 
     `check_late` is called with the deadline when it has passed, and every `REPORT_EVERY_S` seconds without news.
     """
     report = Deadline.after(REPORT_EVERY_S)
     while True:
-        news = find_news(replies, deadline.sooner(report).left(at_most=turn_s), here=here, most=most)
-        if deadline.passed or (report.passed and not news):
+        ready, others = wait(replies, deadline.sooner(report).left(at_most=turn_s), first=True)
+        if ready:
+            ready += wait(others)[0]
+        if deadline.passed or (report.passed and not ready):
             deadline, report = check_late(deadline), Deadline.after(REPORT_EVERY_S)
-        if news:
-            return news
+        if ready:
+            return {reply: take(reply) for reply in ready}
         yield []
 
 

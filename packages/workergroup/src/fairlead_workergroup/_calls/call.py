@@ -387,7 +387,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         while streams:
             # One item of each worker that has one, then the next round: Ray prefers some workers to others.
             if not any(map(taken, streams)):
-                news = yield from wait_for_news(list(streams), deadline, arrivals.check_late, turn_s, here=True, most=1)
+                news = yield from wait_for_news(list(streams), deadline, arrivals.check_late, turn_s)
                 streams = {stream: position for stream, position in streams.items() if not news.get(stream)}
             for stream, position in list(streams.items()):
                 if not (items := taken(stream)):

@@ -310,7 +310,7 @@ def _find_errors(sent: Sent) -> dict[int, BaseException | None]:
             continue
         items = taken(reply)
         if is_stream(reply) and not items:
-            take(reply, 1)
+            take(reply)
         # An item may still be on its way.
         error = replies.error_of(items[0], REFUSED_S) if items else None
         errors[rank] = error or replies.error_of(end_of(reply))

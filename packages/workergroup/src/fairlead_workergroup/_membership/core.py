@@ -347,7 +347,7 @@ class Core:
 
     # Errors.
 
-    def failure_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError | StaleGroupError:
+    def failure_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
         """Return the error that reports losses, with what its user can do about them."""
         remedy = self._remedy or self.policy.remedy(self.now, [failure.rank for failure in lost])
         if self.ending:
