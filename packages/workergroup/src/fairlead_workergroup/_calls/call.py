@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
@@ -19,7 +19,7 @@ from .._membership.core import Core, PlannedCall, Sent
 from .._ray_private import end_of, is_stream
 from .._replies import NotYet, ResultStream, short_traceback, taken, until, wait_for_news, watch
 from .._start.worker_class import Method
-from .._world import Deadline, Event, check_timeout, wait_for_event
+from .._world import Deadline, check_timeout
 from ..exceptions import CallCancelledError, WorkerFailureError
 from .plan import CallOptions, Recipients, prepare_call
 from .results import Arrivals, MultiWorkerFuture, Outcome, flatten, recipients_of
@@ -89,7 +89,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         self._latest = None if isinstance(sent, Future) else Arrivals(core, sent, self._cancelled)
         self.sending: Future[Sent] | None = sent if isinstance(sent, Future) else None
         self._attempts = 0
-        self._repeating: Event | None = None  # while a thread repeats the call
+        self._repeating = _world.current.lock()
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for all called workers and fetch the results, and nothing else.
@@ -328,14 +328,6 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
                 raise error.with_traceback(None)
         return arrivals
 
-    def _wait_in_turns(self, deadline: Deadline, turn_s: float | None) -> Generator[list[Any], None, Arrivals]:
-        """Do what `_wait_until_sent` does, and yield an empty list after each turn."""
-        sending = self.sending
-        while turn_s is not None and sending is not None and not sending.done() and not deadline.passed:
-            wait([sending], turn_s)
-            yield []
-        return self._wait_until_sent(deadline)
-
     def _shape(self, results: list[Any]) -> Any:
         """Return the results as `result` does."""
         if self._planned.options.discard:
@@ -382,7 +374,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         """Yield the items of generators as they arrive; see `stream`."""
         self._check_open()
         deadline = self._until(timeout)
-        arrivals = yield from self._wait_in_turns(deadline, turn_s)
+        arrivals = self._wait_until_sent(deadline)
         streams = {arrivals.sent.replies[position]: position for position in self._positions}
         while streams:
             # One item of each worker that has one, then the next round: Ray prefers some workers to others.
@@ -407,7 +399,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
         deadline = self._planned.deadline
         self._core.connection.check()
-        arrivals = yield from self._wait_in_turns(deadline, turn_s)
+        arrivals = self._wait_until_sent(deadline)
         waiting = {reply: position for position, reply in enumerate(arrivals.sent.replies)}
         answering = frozenset(self._positions)
         while waiting:
@@ -422,20 +414,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         self._check_open()
         if not self._planned.options.retries:
             return False
-        mine = _world.current.event()
-        while self._latest is arrivals:
-            with self._core.turn:
-                other = self._repeating
-                self._repeating = other or mine
-            if other is None:
-                try:
-                    return self._send_again(arrivals.sent, deadline)
-                finally:
-                    self._repeating = None
-                    mine.set()
-            if not wait_for_event(other, deadline):
-                raise arrivals.late_error(arrivals.pending())
-        return True
+        with self._repeating:
+            return self._latest is not arrivals or self._send_again(arrivals.sent, deadline)
 
     def _send_again(self, sent: Sent, deadline: Deadline) -> bool:
         """Send the requests to lost workers again, or to all if all were restarted; return whether that is due."""

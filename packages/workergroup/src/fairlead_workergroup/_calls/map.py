@@ -93,24 +93,20 @@ class ItemMap:
         self._turn = 0  # how many items were sent
         self._next = 0  # the position of the next result in order
         self._sent: dict[Arrivals, _Item] = {}  # in the order of the items
-        # The positions of items that have just finished, with results or failures.
-        self._news: list[tuple[int, Any]] = []
-        self._early: dict[int, Any] = {}  # those that have finished before an earlier item
+        self._finished: dict[int, Any] = {}  # by position, the results and failures that have not had their turn
         self._failed = False
         self._again: deque[tuple[int, Any]] = deque()
         self._losses: Counter[int] = Counter()
 
     def results(self, turn_s: float | None) -> Generator[list[Any]]:
         """Yield results; raise the error of an item in its turn."""
-        done = 0
         try:
             with Bar(f"Mapping {self._method.name}", self._total) as bar:
                 while self._fill():
-                    if not self._news:
+                    if not (ready := self._take_ready()):
                         yield from self._wait_for_news(turn_s)
-                    done += len(self._news)
-                    bar.show(done)
-                    for value in self._take_ready():
+                        bar.show(self._taken - len(self._sent) - len(self._again))
+                    for value in ready:
                         if isinstance(value, _Failure):
                             raise value.error
                         yield [value]
@@ -119,13 +115,12 @@ class ItemMap:
 
     def _take_ready(self) -> list[Any]:
         """Return the results and failures whose turn has come."""
-        news, self._news = self._news, []
         if not self._options.ordered:
-            return [value for _, value in news]
-        self._early.update(news)
+            finished, self._finished = self._finished, {}
+            return list(finished.values())
         ready = []
-        while self._next in self._early:
-            ready.append(self._early.pop(self._next))
+        while self._next in self._finished:
+            ready.append(self._finished.pop(self._next))
             self._next += 1
         return ready
 
@@ -143,7 +138,7 @@ class ItemMap:
                     break
                 position, self._taken = self._taken, self._taken + 1
             self._send(position, value, rank)
-        return bool(self._sent or self._news)
+        return bool(self._sent or self._finished)
 
     def _choose(self) -> int | None:
         """Return the rank whose turn it is; None if it has no room now."""
@@ -193,7 +188,7 @@ class ItemMap:
             except RayError as error:  # every exception of a worker
                 self._fail(self._release(arrivals), arrivals.failure(error, NEVER))
             else:
-                self._news.append((self._release(arrivals).position, value))
+                self._finished[self._release(arrivals).position] = value
 
     def _release(self, arrivals: Arrivals) -> _Item:
         item = self._sent.pop(arrivals)
@@ -216,7 +211,7 @@ class ItemMap:
         if not self._loads:
             raise error
         self._failed |= not self._options.return_exceptions
-        self._news.append((item.position, error if self._options.return_exceptions else _Failure(error)))
+        self._finished[item.position] = error if self._options.return_exceptions else _Failure(error)
 
     def _close(self) -> None:
         """Cancel the unfinished items."""

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from fairlead_placement import extension
-from fairlead_placement.extension import Board, ask_head, choose_alive, group_pairs, head_deadline, run_on_nodes
+from fairlead_placement.extension import ask_head, choose_alive, group_pairs, head_deadline, run_on_nodes
 
 from .. import _ray_private
 from .._model import Member
@@ -61,11 +61,6 @@ def alive_nodes() -> frozenset[str]:
 def draining_nodes() -> frozenset[str]:
     """Return the nodes that are draining."""
     return frozenset(_ask("list the nodes that are draining", extension.drain_deadlines))
-
-
-def find_boards(job_id: str = "", owner: str = "") -> list[Board]:
-    """Return the boards on which the groups of all processes are published, or those of one process."""
-    return _ask("list the boards", extension.find_boards, job_id, owner)
 
 
 def dead_actors() -> frozenset[str]:
