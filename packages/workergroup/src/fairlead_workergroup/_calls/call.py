@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 from ray import ObjectRef
 from ray.exceptions import RayError
@@ -138,6 +138,9 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         """
         deadline = self._until(timeout)
         return self._wait_until_sent(deadline).wait(deadline)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise TypeError(f"a Call has no items: write call.result()[{index!r}]")
 
     def __iter__(self) -> Iterator[Outcome]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed.

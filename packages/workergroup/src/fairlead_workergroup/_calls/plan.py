@@ -73,6 +73,11 @@ class Mesh:
         for axis in axes:
             if self.single:
                 raise ValueError(f"Invalid axis name: {axis!r}. This is a view of one worker, which has no axes left")
+            if axis == "rank" and axis not in self.names:
+                raise ValueError(
+                    f"Invalid axis name: 'rank'. Give coordinates along {list(self.names)}: those of rank 0 are "
+                    f"{self.sharding.get_worker_coords(self.ranks[0])}."
+                )
             self.sharding.get_axis_index(axis)
 
     @property

@@ -59,7 +59,9 @@ class Method:
                 if self.signature is not None:
                     self.signature.bind(*range(count), **dict.fromkeys(names))
             except TypeError as error:
-                raise TypeError(f"{self.name}{self.signature}: {error}") from None
+                is_timeout = "unexpected" in str(error) and "timeout" in str(error)
+                hint = ". Did you mean timeout, the option of call?" if is_timeout else ""
+                raise TypeError(f"{self.name}{self.signature}: {error}{hint}") from None
 
         return functools.lru_cache(64)(check)  # a call fits or not whatever the values are
 
