@@ -126,19 +126,9 @@ def drain(replies: Iterable[Any], deadline: Deadline, check_late: CheckLate) -> 
     """Wait until all replies have ended, and take the items of generators as they arrive; raise the first error."""
     waiting = list(dict.fromkeys(replies))
     while waiting:
-        news = run(wait_for_news(waiting, deadline, check_late))
+        news = wait_for_news(waiting, deadline, check_late)
         waiting = [reply for reply in waiting if not news.get(reply)]
         values(ends_of(reply for reply, has_ended in news.items() if has_ended))
-
-
-def run(steps: Generator[Any, None, T]) -> T:
-    """Return what a generator returns, on this thread."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
 
 def wait(refs: Sequence[Any], seconds: float | None = 0.0, *, first: bool = False) -> tuple[list[Any], list[Any]]:
@@ -236,21 +226,17 @@ async def until(
 
 def wait_for_news(
     replies: Sequence[Any], deadline: Deadline, check_late: CheckLate, turn_s: float | None = None
-) -> Generator[list[Any], None, dict[Any, bool]]:
-    """Return which replies have news, once there is some, and whether each has ended; yield an empty list each turn.
+) -> dict[Any, bool]:
+    """Return which replies have news, once there is some, and whether each has ended; none after a turn without news.
 
-    `check_late` is called with the deadline when it has passed, and every `REPORT_EVERY_S` seconds without news.
+    `check_late` is called with the deadline when it has passed, and, without a turn, every `REPORT_EVERY_S` seconds.
     """
-    report = Deadline.after(REPORT_EVERY_S)
     while True:
-        ready, others = wait(replies, deadline.sooner(report).left(at_most=turn_s), first=True)
-        if ready:
-            ready += wait(others)[0]
-        if deadline.passed or (report.passed and not ready):
-            deadline, report = check_late(deadline), Deadline.after(REPORT_EVERY_S)
-        if ready:
-            return {reply: take(reply) for reply in ready}
-        yield []
+        ready, others = wait(replies, deadline.left(at_most=turn_s or REPORT_EVERY_S), first=True)
+        if deadline.passed or not (ready or turn_s):
+            check_late(deadline)
+        if ready or turn_s:
+            return {reply: take(reply) for reply in (*ready, *(wait(others)[0] if ready else ()))}
 
 
 class ResultStream(Generic[T]):

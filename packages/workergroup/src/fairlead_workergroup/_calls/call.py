@@ -19,7 +19,7 @@ from .._membership.core import Core, PlannedCall, Sent
 from .._ray_private import end_of, is_stream
 from .._replies import NotYet, ResultStream, short_traceback, taken, until, wait_for_news, watch
 from .._start.worker_class import Method
-from .._world import Deadline, check_timeout
+from .._world import Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, WorkerFailureError
 from .plan import CallOptions, Recipients, prepare_call
 from .results import Arrivals, MultiWorkerFuture, Outcome, flatten, recipients_of
@@ -89,7 +89,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         self._latest = None if isinstance(sent, Future) else Arrivals(core, sent, self._cancelled)
         self.sending: Future[Sent] | None = sent if isinstance(sent, Future) else None
         self._attempts = 0
-        self._repeating = _world.current.lock()
+        self._repeating: Event | None = None  # while a thread repeats the call
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for all called workers and fetch the results, and nothing else.
@@ -382,7 +382,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         while streams:
             # One item of each worker that has one, then the next round: Ray prefers some workers to others.
             if not any(map(taken, streams)):
-                news = yield from wait_for_news(list(streams), deadline, arrivals.check_late, turn_s)
+                if not (news := wait_for_news(list(streams), deadline, arrivals.check_late, turn_s)):
+                    yield []
                 streams = {stream: position for stream, position in streams.items() if not news.get(stream)}
             for stream, position in list(streams.items()):
                 if not (items := taken(stream)):
@@ -406,7 +407,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         waiting = {reply: position for position, reply in enumerate(arrivals.sent.replies)}
         answering = frozenset(self._positions)
         while waiting:
-            news = yield from wait_for_news(list(waiting), deadline, arrivals.check_late, turn_s)
+            if not (news := wait_for_news(list(waiting), deadline, arrivals.check_late, turn_s)):
+                yield []
             for position in [waiting.pop(reply) for reply, has_ended in news.items() if has_ended]:
                 outcome = arrivals.outcome(position)
                 if position in answering or outcome.error is not None:
@@ -417,8 +419,20 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         self._check_open()
         if not self._planned.options.retries:
             return False
-        with self._repeating:
-            return self._latest is not arrivals or self._send_again(arrivals.sent, deadline)
+        mine = _world.current.event()
+        while self._latest is arrivals:
+            with self._core.turn:
+                other = self._repeating
+                self._repeating = other or mine
+            if other is None:
+                try:
+                    return self._send_again(arrivals.sent, deadline)
+                finally:
+                    self._repeating = None
+                    mine.set()
+            if not wait_for_event(other, deadline):
+                raise arrivals.late_error(arrivals.pending())
+        return True
 
     def _send_again(self, sent: Sent, deadline: Deadline) -> bool:
         """Send the requests to lost workers again, or to all if all were restarted; return whether that is due."""

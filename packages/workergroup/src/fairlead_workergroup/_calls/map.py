@@ -104,7 +104,8 @@ class ItemMap:
             with Bar(f"Mapping {self._method.name}", self._total) as bar:
                 while self._fill():
                     if not (ready := self._take_ready()):
-                        yield from self._wait_for_news(turn_s)
+                        self._wait_for_news(turn_s)
+                        yield []
                         bar.show(self._taken - len(self._sent) - len(self._again))
                     for value in ready:
                         if isinstance(value, _Failure):
@@ -173,12 +174,12 @@ class ItemMap:
             self._turn += 1
             self._loads[rank] += 1
 
-    def _wait_for_news(self, turn_s: float | None) -> Generator[list[Any]]:
+    def _wait_for_news(self, turn_s: float | None) -> None:
         """Wait until an item has finished, and note all that have finished by then."""
         self._core.connection.check()  # a wait would start another Ray
         waiting, oldest = {arrivals.sent.replies[0]: arrivals for arrivals in self._sent}, next(iter(self._sent))
         try:
-            news = yield from wait_for_news(list(waiting), oldest.sent.call.deadline, oldest.check_late, turn_s)
+            news = wait_for_news(list(waiting), oldest.sent.call.deadline, oldest.check_late, turn_s)
         except CallTimeoutError as error:
             self._fail(self._release(oldest), error)
             return
