@@ -29,8 +29,8 @@ from ._membership.core import Core
 from ._membership.owned import Owned, Shutdown
 from ._membership.places import check_sharding, lay_out
 from ._membership.provision import GroupSpec, Provisioner
-from ._model import GroupState, Place, RestartPolicy
-from ._options import Elastic, FlatOptions, Restart, Timeouts, parse_memory, read_option, read_restart
+from ._model import GroupState, Place, Restart
+from ._options import Elastic, FlatOptions, Timeouts, parse_memory, read_option, read_restart
 from ._start.environment import WorkerOptions, check_env_vars, choose_python
 from ._start.worker_class import ClassLike, RayWorkerBuilder
 from ._status import ObservedGroup
@@ -139,9 +139,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self.cluster = cluster
         self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
         places, sharding = self._lay_out(workers_per_node, bundle_indices_list, sharding_annotations)
-        policy = RestartPolicy(restart.on_failure, restart.max_restarts, restart.scope)
         self._core = core = Core(
-            self.name_prefix, places, sharding, policy=policy, call_timeout_s=timeouts.call_s, memory_limit=limit
+            self.name_prefix, places, sharding, policy=restart, call_timeout_s=timeouts.call_s, memory_limit=limit
         )
         self._own_target = Target(core, Mesh(sharding), sharding, map_options)
         self._assemble(spec, restart.method, elastic.on_resize)
@@ -165,7 +164,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         """Make the parts around the core of the group."""
         core = self._core
         self._provisioner = Provisioner(spec, core, Owned(core), getattr(self.cluster, "port_range", None))
-        core.described = self._provisioner
         self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
         core.changes = self._changes
         self._shutdown = Shutdown(core, self._changes, self._provisioner.owned)
@@ -176,6 +174,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         release_when_dropped(self, owned.leak, partial(owned.close, Deadline()))
         try:
             self._changes.run(operations.start(), self._provisioner.deadline(None))
+            self._provisioner.await_handles()
             took = time.monotonic() - began
             logger.info("Started %d worker(s) of %r in %.1f s.", self.world_size, self.name_prefix, took)
         except BaseException:
@@ -362,8 +361,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     if not TYPE_CHECKING:  # for a type checker, it would make every name an attribute
 
         def __getattr__(self, name):
-            described = getattr(self.__dict__.get("_core"), "described", None)
-            if name in getattr(getattr(described, "worker_class", None), "methods", ()):
+            worker_class = getattr(self.__dict__.get("_core"), "worker_class", None)
+            if name in getattr(worker_class, "methods", ()):
                 raise AttributeError(f"{name!r} is a method of the workers: call it with group.call({name!r})")
             return super().__getattribute__(name)  # raises Python's own error
 

@@ -17,8 +17,8 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._group import RayWorkerGroup
-from ._model import Place
-from ._options import Restart, Timeouts, read_option
+from ._model import Place, Restart
+from ._options import Timeouts, read_option
 from ._remote.describe import undecorate
 from ._start.environment import WorkerOptions, check_env_vars, choose_python
 from ._start.worker_class import ClassLike, RayWorkerBuilder

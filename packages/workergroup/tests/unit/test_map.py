@@ -39,7 +39,7 @@ def test_a_task_that_is_cancelled_while_an_item_waits_to_be_sent(monkeypatch):
     monkeypatch.setattr(item_map, "cancel", lambda core, sent, method, *, force: cancelled.extend(sent.values()))
     worker_class = SimpleNamespace(method=lambda name: Method(name, "plain", None))
     core = SimpleNamespace(
-        described=SimpleNamespace(worker_class=worker_class),
+        worker_class=worker_class,
         check_retries=lambda retries: None,
         send=send,
         call_timeout_s=None,

@@ -170,9 +170,9 @@ def cancel(core: Core, sent: Mapping[int, Any], method: str, *, force: bool) -> 
 
     With `force`, kill these; not their successors, if they have been replaced in the meantime.
     """
-    workers = {rank: core.find(replies.actor_of(reply)) or core.now[rank] for rank, reply in sent.items()}
+    workers = {rank: core.member_of(reply) for rank, reply in sent.items()}
     calls = [(workers[rank], reply) for rank, reply in sent.items()]
-    running = cancel_calls(calls, in_order=not core.described.worker_class.concurrent)
+    running = cancel_calls(calls, in_order=not core.worker_class.concurrent)
     if force:  # a shutdown kills them anyway
         killed = [workers[rank] for rank in running if core.is_present(workers[rank])]
         for worker in killed:
@@ -252,8 +252,8 @@ class Arrivals:
 
     def make_outcome(self, position: int, value: Any = None, error: BaseException | None = None) -> Outcome:
         """Return the outcome of the worker at a position."""
-        rank = self._ranks[position]
-        return Outcome(rank, dict(self._core.now[rank].coords), value, error)
+        member = self._core.member_of(self.sent.replies[position])
+        return Outcome(member.rank, dict(member.coords), value, error)
 
     def failure(self, error: BaseException, deadline: Deadline) -> BaseException:
         """Return the exception to raise for an error of Ray, with all ranks that have failed so far."""

@@ -55,10 +55,10 @@ class Target:
             for coords in self.path:
                 mesh = mesh.at(coords)
         except (IndexError, ValueError) as error:
-            last = now.resizes[-1]
             raise StaleGroupError(
-                f"{error} The group was resized {last}. This view works again when the group has grown.",
-                last.epoch,
+                f"{error} The group has been resized to {dict(now.sharding.shape)}. This view works again when it has "
+                "grown.",
+                now.group_epoch,
             ) from None
         return replace(self, mesh=mesh, sharding=now.sharding)
 
@@ -71,7 +71,7 @@ class Target:
         kwargs: Mapping[str, Any],
     ) -> Call:
         """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive until its end."""
-        called = self.core.described.worker_class.find(method)
+        called = self.core.worker_class.find(method)
         plan = make_plan(self.mesh, options)
 
         def plan_again() -> tuple[CallPlan, NamedSharding]:
@@ -215,7 +215,7 @@ class AddressedWorkers:
                 "without them."
             )
         now, all_ranks = target.core.now, target.mesh.ranks
-        ranks = [rank for rank in all_ranks if now[rank].place.tied_rank == 0] or all_ranks
+        ranks = [rank for rank in all_ranks if now.members[rank].place.tied_rank == 0] or all_ranks
         each = CallOptions((), timeout=options.timeout if timeout is None else timeout, retries=options.retries)
         map_options = replace(
             target.map_options,
@@ -296,7 +296,7 @@ class GroupView(AddressedWorkers):
         """
         options, kwargs = split_options(self._own_target.options, kwargs)
         target = self._target
-        called = target.core.described.worker_class.method(method)
+        called = target.core.worker_class.method(method)
         return explain_plan(make_plan(target.mesh, options), called, args, kwargs)
 
 

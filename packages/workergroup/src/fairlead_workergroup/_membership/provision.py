@@ -43,7 +43,7 @@ from .._start.environment import (
     variables_at,
     worker_environment,
 )
-from .._start.worker_class import Described, RayWorkerBuilder, WorkerClass, describe_class
+from .._start.worker_class import RayWorkerBuilder, WorkerClass, describe_class
 from .._world import Deadline
 from ..exceptions import WorkerFailure
 from .core import Core
@@ -112,7 +112,7 @@ class Staged:
         )
 
 
-class Provisioner(Described):
+class Provisioner:
     """Acquires, starts and ends the workers of a group, for its changes; the first start describes their class."""
 
     def __init__(self, spec: GroupSpec, core: Core, owned: Owned, ports: tuple[int, int] | None) -> None:
@@ -136,7 +136,7 @@ class Provisioner(Described):
         """Return the deadline of a change with this timeout; None stands for the time of a start."""
         return Deadline.after(self.spec.start_timeout_s if timeout_s is None else timeout_s)
 
-    def prepare(self, before: GroupState, until: Deadline) -> Staged:
+    def _prepare(self, before: GroupState, until: Deadline) -> Staged:
         """Claim the slots of the first workers, describe their class, and store the constructor's arguments."""
         places = before.places
         self.slots.claim([place.slot for place in places])
@@ -145,7 +145,7 @@ class Provisioner(Described):
         described, workers = self._plan(places, until)
         if callable(given := self.spec.env_vars):
             check_env_vars(given(places[0]))  # this logs what workers do not get
-        self.worker_class = described
+        self._core.worker_class = described
         for name in self.spec.hooks:
             described.method(name).check(0, ())
         self._arguments = _StoredArguments(self.spec.builder, described)
@@ -161,7 +161,8 @@ class Provisioner(Described):
     def acquire(self, before: GroupState, plan: Plan, until: Deadline) -> Staged:
         """Get slots, the environment of new workers, and a port if the present one cannot be used."""
         now, places, sharding = self._now, before.places, plan.sharding
-        assert now is not None  # the first start has set it
+        if now is None:
+            return self._prepare(before, until)
         starting, size = {*plan.new, *plan.replaced}, sharding.size
         if plan.moved:
             places = self.slots.move(places, plan.moved)
@@ -175,7 +176,7 @@ class Provisioner(Described):
         if places != before.places:
             described, workers = self._plan(places, until)
         self.slots.claim(place.slot for place in places)
-        members = []
+        members, latest = [], self._core.latest_incarnations()
         for place in places:
             if place.rank not in starting:
                 members.append(dataclasses.replace(before.members[place.rank], place=place))
@@ -183,11 +184,10 @@ class Provisioner(Described):
                 old = before.members[place.rank]
                 members.append(self._next_member(place, old.incarnation + 1, old.restarts + plan.counts))
             else:
-                gone = before.departed.get(place.rank)
-                members.append(self._next_member(place, 0 if gone is None else gone.incarnation + 1, 0))
+                members.append(self._next_member(place, latest.get(place.rank, -1) + 1, 0))
         lease = now.lease
         # The store of one set of processes cannot be used by another one. A single port is used when they have ended.
-        needs_other = (plan.follows or self._core.policy.restarts_all) and not self.has_one_port
+        needs_other = (plan.follows or self._core.restarts_all) and not self.has_one_port
         if lease is None or needs_other or lease.node_id != places[0].slot.node_id:
             lease = self._lease_port(places[0].slot, until)
         epoch = before.group_epoch + 1
@@ -216,15 +216,18 @@ class Provisioner(Described):
             staged.lease = self._lease_port(staged.state.members[0].place.slot, until)
         return self._construct(staged, members, until)
 
-    def publish(self, starting: Mapping[int, Member] | None = None, *, wait: bool = False) -> None:
-        """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
+    def publish(self, starting: Mapping[int, Member] | None = None) -> None:
+        """Let handles of other processes see the members."""
         if self._publication is not None and not self._core.ending:
             self._publication.publish(self._core.now, starting or {})
-            if wait:
-                self._publication.await_handles(ANSWER_S)
+
+    def await_handles(self) -> None:
+        """Wait a moment until handles that look now see the group."""
+        if self._publication is not None:
+            self._publication.await_handles(ANSWER_S)
 
     def commit(self, staged: Staged) -> None:
-        self._now, self.worker_class = staged, staged.worker_class
+        self._now, self._core.worker_class = staged, staged.worker_class
 
     def settle(self, until: Deadline) -> None:
         """Return what the members of now do not need: workers, slots, and ports of an epoch that has not begun."""

@@ -153,13 +153,6 @@ class WorkerClass:
         return Method(name, kind, signature, pickle_function(function))
 
 
-@dataclass
-class Described:
-    """The class of the workers of a group, as it is described now."""
-
-    worker_class: WorkerClass
-
-
 def full_name(worker: Any) -> str:
     """Return `package.module.Class` of a class or a `@ray.remote` class, or the name itself if one is given."""
     if isinstance(worker, str):
