@@ -90,10 +90,7 @@ class Owned:
         self.end(others, until)
 
     def end(self, members: Collection[Member], until: Deadline) -> list[str]:
-        """End workers and what they have started; return descriptions of those alive.
-
-        Those that have ended are not owned any more: the mark of a rank would find the processes of its next worker.
-        """
+        """End workers and what they have started; return descriptions of those alive. The others are owned no more."""
         left = kill_and_wait(members, until) if members and self._core.connected else []
         if not left:
             with self._lock:

@@ -25,7 +25,6 @@ from .._model import GroupState, Member, Place, configure_ask
 from .._observe.board import ANSWER_S, Publication, actor_name
 from .._observe.progress_bar import Bar
 from .._observe.query import look_at_starts
-from .._remote.process import mark_of
 from .._start.environment import (
     RANK_VARIABLES,
     EnvVars,
@@ -242,7 +241,7 @@ class Provisioner:
         self._arguments = None
 
     def _next_member(self, place: Place, incarnation: int, restarts: int) -> Member:
-        name, mark = actor_name(place, self.spec.token, incarnation), mark_of(self.spec.token, place.rank)
+        name, mark = actor_name(place, self.spec.token, incarnation), f"{self.spec.token}-{place.rank}-{incarnation}"
         return Member(place, incarnation, restarts, actor_name=name, mark=mark, node_id=place.slot.node_id)
 
     def _plan(self, places: Sequence[Place], until: Deadline) -> tuple[WorkerClass, Sequence[WorkerPlan]]:
@@ -284,10 +283,9 @@ class Provisioner:
             facts = {
                 **shared,
                 **mine,
-                "tree": f"{member.mark}{member.incarnation}",
+                "tree": member.mark,
                 "memory_limit": spec.memory_limit,
                 "env": {**worker.environment.variables, **mine["env"]},
-                "path": list(worker.environment.path),
                 "devices": device_facts(worker.place, slots_on[worker.place.slot.node_id], spec.options),
             }
             kwargs = {name: configured.prepare(value) for name, value in worker.init_kwargs.items()}

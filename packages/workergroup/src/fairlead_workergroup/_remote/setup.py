@@ -13,7 +13,7 @@ import sys
 import types
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -45,7 +45,6 @@ def set_up(facts: dict[str, Any], record: Record) -> Any:
     fixed = show_devices(facts.pop("devices", {}), facts["env"])
     os.environ.update(fixed)
     facts.update(env={**facts["env"], **fixed}, fixed=tuple(fixed))
-    add_to_path(facts["path"])
     page = None
     if "tree" in facts:
         page, limit = mark_tree(facts["tree"]), facts.pop("memory_limit")
@@ -55,18 +54,6 @@ def set_up(facts: dict[str, Any], record: Record) -> Any:
     published.__dict__.update(facts=facts, record=record)
     sys.modules["_fairlead_worker"] = published
     return page
-
-
-def add_to_path(entries: Sequence[str]) -> None:
-    """Put entries of PYTHONPATH into `sys.path` before Python's own modules, where a new Python would have them."""
-    if not entries:
-        return
-    rest = [path for path in sys.path if path not in entries]
-    library = os.path.dirname(os.__file__)
-    index = rest.index(library) if library in rest else 0
-    sys.path[:] = [*rest[:index], *dict.fromkeys(entries), *rest[index:]]
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join([*entries, *(path for path in inherited if path)])
 
 
 def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:

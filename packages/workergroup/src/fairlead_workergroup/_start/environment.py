@@ -9,7 +9,6 @@ import copy
 import fnmatch
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,8 +78,6 @@ class WorkerEnvironment:
 
     variables: Mapping[str, str] = field(default_factory=dict)  # set by the host before it imports the user's class
     loader_variables: Mapping[str, str] = field(default_factory=dict)  # set by Ray, in a new process
-    # The entries of PYTHONPATH, which has no effect in a running process: the host puts them before Python's own.
-    path: tuple[str, ...] = ()
 
 
 def variables_at(env_vars: EnvVars, place: Place) -> Mapping[str, str]:
@@ -114,7 +111,7 @@ def check_env_vars(env_vars: Mapping[str, str] | None, *, is_logged: bool = True
 
 
 def start_variables(env_vars: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are read only when a process starts, including PYTHONPATH."""
+    """Return the variables that are read only when a process starts, such as PYTHONPATH."""
     return {name: value for name, value in env_vars.items() if _matches(name, LOADER)}
 
 
@@ -137,11 +134,9 @@ def worker_environment(
     if overridden:
         logger.warning("configure_worker overrides %s for rank %s", ", ".join(overridden), of_rank.get("RANK", "?"))
     merged = {**of_class, **driver, **of_user, **of_slot, **of_rank, **configured}
-    path = merged.pop("PYTHONPATH", "")
     return WorkerEnvironment(
         variables={n: v for n, v in merged.items() if not _matches(n, LOADER)},
         loader_variables=start_variables(merged),
-        path=tuple(entry for entry in path.split(os.pathsep) if entry),
     )
 
 

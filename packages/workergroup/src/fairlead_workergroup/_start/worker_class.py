@@ -337,7 +337,7 @@ class RayWorkerBuilder:
             ),
         ).remote()
         arguments = Arguments()
-        facts = {"env": dict(environment.variables), "path": list(environment.path)}
+        facts = {"env": dict(environment.variables)}
         ready = handle._fairlead_start.remote(
             facts,
             [arguments.prepare(described.target)],
