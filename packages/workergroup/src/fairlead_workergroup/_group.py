@@ -61,8 +61,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             needs no package of Fairlead.
         restart: how lost workers are restarted; None for `Restart()`, which leaves it to `restart_failed_workers`.
         elastic: the method that a resize calls; None for `Elastic()`.
-        worker: the accelerators that a worker sees, its Ray options, and the master port; None for `WorkerOptions()`,
-            with which it sees its own and has the options of the class.
+        worker: the accelerators that a worker sees, and the master port; None for `WorkerOptions()`, with which it sees
+            its own. Other options of Ray's actors are those of the class's own `@ray.remote`.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and its descendants may hold together.
             Above it, Fairlead ends all of them, with kind "out-of-memory". Files, shared memory and the values of the
             object store do not count.

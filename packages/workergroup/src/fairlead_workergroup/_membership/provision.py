@@ -260,8 +260,6 @@ class Provisioner:
             timeout_s=until.left() or 0.0,
             concurrent=spec.concurrent,
         )
-        options = recursive_merge_options(described.options, spec.options.ray_options)
-        described = dataclasses.replace(described, options=options)
         return described, plan_workers(places, described, env_vars=spec.env_vars, python=python)
 
     def _construct(self, staged: Staged, members: Mapping[int, Member], until: Deadline) -> dict[int, Member]:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import types
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,12 +67,6 @@ def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, 
     shown: dict[str, list[str] | None] = {}
     for kind, ids in own.items():
         near = [device for slot in facts["slots"] for device in slot.get(kind, ())]
-        shared = [device for device in ids if Counter(near)[device] > 1]
-        if shared and not facts["share"]:
-            raise RuntimeError(
-                f"other workers of the group on this node have {kind} {', '.join(shared)} too. Reserve a whole device "
-                "for each worker, or pass worker=WorkerOptions(share_devices=True)."
-            )
         seen = dict.fromkeys([*near, *ids]) if facts["visible"] == "node" else ids
         shown[kind] = limit_devices(kind, list(seen), env)
     kind, ids = next(iter(own.items()))

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-import ray
-
 from fairlead_placement import Slot
 from fairlead_venvs import VenvError, VenvNodesError, VenvSpec, ensure_worker_env, known_actor_environments
 
@@ -49,27 +47,25 @@ LOADER = (
     "TZ",
     "*SAN_OPTIONS",
 )
-# The group sets these options, which decide where an actor runs, its name, and its restarts; what to use instead.
-_OURS = {
-    "accelerator_type": "label_selector of the cluster",
-    "allow_out_of_order_execution": "",
-    "fallback_strategy": "",
-    "get_if_exists": "",
-    "label_selector": "",
-    "lifetime": "",
-    "max_restarts": "restart=Restart(...)",
-    "max_task_retries": "",
-    "name": "name_prefix=",
-    "namespace": "",
-    "num_cpus": "cpus_per_worker of the cluster",
-    "num_gpus": "use_gpus or accelerators of the cluster",
-    "placement_group": "",
-    "placement_group_bundle_index": "",
-    "placement_group_capture_child_tasks": "",
-    "scheduling_strategy": "",
-}
-# Parts of a `runtime_env` that choose another Python, and the variables.
-_OURS_IN_ENV = ("conda", "container", "env_vars", "image_uri", "pip", "py_executable", "uv")
+# The group sets these options of a class's own `@ray.remote`, which decide where an actor runs, its name, and restarts.
+_OURS = (
+    "accelerator_type",
+    "allow_out_of_order_execution",
+    "fallback_strategy",
+    "get_if_exists",
+    "label_selector",
+    "lifetime",
+    "max_restarts",
+    "max_task_retries",
+    "name",
+    "namespace",
+    "num_cpus",
+    "num_gpus",
+    "placement_group",
+    "placement_group_bundle_index",
+    "placement_group_capture_child_tasks",
+    "scheduling_strategy",
+)
 
 
 @dataclass(frozen=True)
@@ -180,30 +176,23 @@ def prepare_python(python: str | VenvSpec | None, nodes: Sequence[str], *, timeo
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """The accelerators of its node that a worker sees, the Ray options of its actor, and the master port.
+    """The accelerators of its node that a worker sees, and the master port.
 
     Attributes:
         visible_devices: which accelerators a worker with accelerators sees. "own": those of its slot, and LOCAL_RANK is
             0, as code expects that runs one process for each device. "node": those of all workers of the group on its
             node, in the order of the ranks, and LOCAL_RANK is the index of its first one, as with torchrun.
-        share_devices: let workers of the group have the same device, such as parts of one. Otherwise such a worker does
-            not start.
-        ray_options: options of Ray's actors, such as `{"runtime_env": {"nsight": "default"}}`, merged over those of the
-            class. Those that the group sets, which decide for example where a worker runs, are refused.
         master_port: the master port, or the first and the last port of a range of which one is leased on the node of
             rank 0; None for the `port_range` of the cluster. With one port, all epochs have the same, and the group
             cannot be resized, because a resize needs a second port while the old workers use the first.
     """
 
     visible_devices: Literal["own", "node"] = "own"
-    share_devices: bool = False
-    ray_options: Mapping[str, Any] = field(default_factory=dict)
     master_port: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.visible_devices not in ("own", "node"):
             raise ValueError(f"visible_devices must be 'own' or 'node', got {self.visible_devices!r}")
-        check_ray_options(self.ray_options)
         read_master_ports(self)
 
 
@@ -228,7 +217,6 @@ def device_facts(place: Place, near: Sequence[Slot], chosen: WorkerOptions) -> d
         return {}
     return {
         "visible": chosen.visible_devices,
-        "share": chosen.share_devices,
         "slots": [dict(slot.accelerators) for slot in near],
         "local_rank": place.local_rank,
     }
@@ -259,24 +247,6 @@ def _merge(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, An
         else:
             merged[name] = copy.deepcopy(value)
     return merged
-
-
-def check_ray_options(options: object) -> None:
-    """Refuse Ray options of a group that are not options, or that the group sets."""
-    if not isinstance(options, Mapping):
-        raise TypeError(f"ray_options must be a dict of Ray options, got {options!r}")
-    ours = {repr(name): _OURS[name] for name in options if name in _OURS}
-    for name in options.get("runtime_env") or {}:
-        if name in _OURS_IN_ENV:
-            ours[f"'runtime_env' with {name!r}"] = "env_vars=" if name == "env_vars" else "python="
-    if ours:
-        texts = [f"{name} (use {instead})" if instead else name for name, instead in ours.items()]
-        raise ValueError(f"ray_options has {', '.join(texts)}, which the group sets itself: remove it")
-    if options:
-        try:
-            ray.remote(**options)(type("Worker", (), {}))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"ray_options: {error}") from None
 
 
 def check_concurrency(options: Mapping[str, Any], *, concurrent: bool) -> None:
