@@ -31,7 +31,6 @@ from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._membership.places import lay_out
 from fairlead_workergroup._membership.provision import WINDOW, create_actors, plan_workers, wait_started
 from fairlead_workergroup._model import GroupState, Member, Restart
-from fairlead_workergroup._start.environment import WorkerPython
 from fairlead_workergroup._start.worker_class import Method, WorkerClass
 from fairlead_workergroup._status import read_statuses
 from fairlead_workergroup._world import Deadline
@@ -60,7 +59,7 @@ def simulated_rows() -> Iterator[Row]:
     began, cpu = time.perf_counter(), time.process_time()
     places = lay_out(make_slots(SIMULATED_NODES, SIMULATED_PER_NODE), prefix="sim")
     places = tuple(replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places)
-    plans = plan_workers(places, described, env_vars={}, python=WorkerPython())
+    plans = plan_workers(places, described, env_vars={}, python={})
     planned_cpu = time.process_time() - cpu
     suffixes = [str(rank) for rank in range(count)]
     actors: dict[int, Any] = {}

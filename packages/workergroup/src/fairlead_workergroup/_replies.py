@@ -38,12 +38,11 @@ INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_placement", "fairlead_w
 
 
 class Request(NamedTuple):
-    """The request to one worker: a method of its host, the arguments, and the back-pressure its host does not know."""
+    """The request to one worker: a method of its host, and the arguments."""
 
     method: str
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    backpressure: int | None = None
 
 
 class NotYet(Exception):
@@ -68,11 +67,8 @@ def submit(handles: Iterable[Any], requests: Iterable[Request]) -> list[Any]:
     replies: list[Any] = []
     interrupted: KeyboardInterrupt | None = None
     for handle, request in zip(handles, requests, strict=True):
-        method = getattr(handle, request.method)
-        if request.backpressure is not None:
-            method = method.options(_generator_backpressure_num_objects=request.backpressure)
         try:
-            replies.append(method.remote(*request.args, **request.kwargs))
+            replies.append(getattr(handle, request.method).remote(*request.args, **request.kwargs))
         except KeyboardInterrupt as error:
             interrupted = error
     if interrupted is not None:

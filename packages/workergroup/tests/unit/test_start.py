@@ -15,7 +15,6 @@ from fairlead_workergroup._membership.provision import plan_workers
 from fairlead_workergroup._model import Member
 from fairlead_workergroup._start.environment import (
     RANK_VARIABLES,
-    WorkerPython,
     check_env_vars,
     forwarded_variables,
     worker_environment,
@@ -247,7 +246,7 @@ def make_plans(count, env_vars):
         lay_out(slots_of_node, prefix="p"),
         WorkerClass("a.B", "B", {}),
         env_vars=env_vars,
-        python=WorkerPython(),
+        python={},
     )
 
 

@@ -60,7 +60,7 @@ def call_hook(core: Core, method: str, ranks: Sequence[int], deadline: Deadline)
     """Send a method of the class to ranks, as a part of the change of membership that is under way."""
     options = CallOptions(timeout=deadline.left(), discard=True)
     recipients = Recipients(list(ranks), [], [False] * len(ranks))
-    called = core.worker_class.find(method)
+    called = core.worker_class.method(method)
     call = prepare_call(core, called, recipients, (), {}, options, is_hook=True)
     return Call(core, None, call, core.send(call))
 
@@ -372,12 +372,11 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         if self._poll() is None and self.sending is not None:
             await until(self.sending.add_done_callback, deadline)
         arrivals = self._wait_until_sent(deadline)
-        if self._planned.method.backpressure is None:  # otherwise the generators end only when their items are taken
-            ends = list(map(end_of, arrivals.sent.replies))
-            await until(partial(watch, ends), deadline, arrivals.check_late)
-            if not self._yields_items:
-                with contextlib.suppress(RayError, NotYet):
-                    return self._fetch_result(arrivals, Deadline.after(0.0))
+        ends = list(map(end_of, arrivals.sent.replies))
+        await until(partial(watch, ends), deadline, arrivals.check_late)
+        if not self._yields_items:
+            with contextlib.suppress(RayError, NotYet):
+                return self._fetch_result(arrivals, Deadline.after(0.0))
         return await asyncio.to_thread(self._result, deadline)
 
     def _fetch_result(self, arrivals: Arrivals, deadline: Deadline, check_late: CheckLate | None = None) -> Any:

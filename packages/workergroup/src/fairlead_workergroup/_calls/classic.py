@@ -222,7 +222,7 @@ class ClassicCalls(AddressedWorkers):
         # The deaths that a user's `ray.get` of earlier futures has met: then this call raises or repairs them.
         note_known_dead(target.core, recipients.called)
         common = common_kwargs or {}
-        method = target.core.worker_class.find(method_name)
+        method = target.core.worker_class.method(method_name)
         if both := sorted(set(kwargs) & set(common)):
             raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
         named = {**kwargs, **{name: replicate(value) for name, value in common.items()}}

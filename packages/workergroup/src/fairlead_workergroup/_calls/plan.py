@@ -268,7 +268,7 @@ def _make_request(method: Method, how: dict[str, Any], args: Sequence[Any], kwar
         return Request(method.name, args, kwargs)
     how = {"method": method.name, **how}
     if method.result == "items" and "silent" not in how:  # Ray streams only from generator methods
-        return Request("_fairlead_iterate", [how, *args], kwargs, method.backpressure)
+        return Request("_fairlead_iterate", [how, *args], kwargs)
     return Request("_fairlead_call", [how, *args], kwargs)
 
 

@@ -201,9 +201,7 @@ class Arrivals:
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait until all called workers have finished, and log those that have not; return whether it is in time."""
-        waiting = self.sent.replies
-        if self.sent.call.method.backpressure is None:  # otherwise generators end only when their items are taken
-            waiting = list(map(end_of, waiting))
+        waiting = list(map(end_of, self.sent.replies))
         while waiting:
             self._core.connection.check()
             news = find_news(waiting, deadline.left(at_most=replies.REPORT_EVERY_S))

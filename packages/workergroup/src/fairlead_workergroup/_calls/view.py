@@ -71,7 +71,7 @@ class Target:
         kwargs: Mapping[str, Any],
     ) -> Call:
         """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive until its end."""
-        called = self.core.worker_class.find(method)
+        called = self.core.worker_class.method(method)
         plan = make_plan(self.mesh, options)
 
         def plan_again() -> tuple[CallPlan, NamedSharding]:

@@ -15,7 +15,7 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement import PortLease, PortUnavailableError, RayVirtualCluster, Slot, lease_ports
+from fairlead_placement import PortLease, RayVirtualCluster, Slot, lease_ports
 from fairlead_placement.extension import actor_id_of, ask_head, group_pairs, head_deadline, run_each
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
@@ -30,7 +30,6 @@ from .._start.environment import (
     EnvVars,
     WorkerEnvironment,
     WorkerOptions,
-    WorkerPython,
     actor_options,
     check_env_vars,
     device_facts,
@@ -119,8 +118,7 @@ class Provisioner:
         self.owned = owned
         self.slots = Slots(spec.cluster, core, owned)
         self._core = core
-        self._ports = ports  # the first and the last port of the cluster; None for any ports
-        self._master_ports = read_master_ports(spec.options)
+        self._ports = read_master_ports(spec.options) or ports  # the first and the last one; None for any ports
         self._now: Staged | None = None  # the present epoch
         self._arguments: _StoredArguments | None = None
         self._publication: Publication | None = None
@@ -128,8 +126,7 @@ class Provisioner:
     @property
     def has_one_port(self) -> bool:
         """Whether the master port is the same in all epochs."""
-        ports = self._master_ports or self._ports
-        return ports is not None and ports[0] == ports[1]
+        return self._ports is not None and self._ports[0] == self._ports[1]
 
     def deadline(self, timeout_s: float | None) -> Deadline:
         """Return the deadline of a change with this timeout; None stands for the time of a start."""
@@ -140,7 +137,7 @@ class Provisioner:
         places = before.places
         self.slots.claim([place.slot for place in places])
         # Before anything else, because other processes may have it.
-        lease = None if self._master_ports is None else self._lease_port(places[0].slot, until)
+        lease = None if self.spec.options.master_port is None else self._lease_port(places[0].slot, until)
         described, workers = self._plan(places, until)
         if callable(given := self.spec.env_vars):
             check_env_vars(given(places[0]))  # this logs what workers do not get
@@ -256,7 +253,7 @@ class Provisioner:
             spec.builder.methods,
             asks=[configure_ask(place, per_node) for place in places],
             node_id=nodes[0],
-            runtime_env=recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {}),
+            runtime_env=recursive_merge_options(python, {"env_vars": variables} if variables else {}),
             timeout_s=until.left() or 0.0,
             concurrent=spec.concurrent,
         )
@@ -306,17 +303,8 @@ class Provisioner:
         return started
 
     def _lease_port(self, slot: Slot, until: Deadline) -> PortLease:
-        ports = self._master_ports or self._ports
-        bounds: dict[str, Any] = {} if ports is None else {"low": ports[0], "high": ports[1]}
-        try:
-            ((lease,),) = lease_ports([slot], timeout_s=until.left() or 0.0, **bounds)
-        except PortUnavailableError as error:
-            if self._master_ports is not None:
-                error.add_note(
-                    "It is the WorkerOptions(master_port=...) of a group. Give another port or range, or leave it out, "
-                    "and the group leases a port of the cluster's port_range."
-                )
-            raise
+        bounds: dict[str, Any] = {} if self._ports is None else {"low": self._ports[0], "high": self._ports[1]}
+        ((lease,),) = lease_ports([slot], timeout_s=until.left() or 0.0, **bounds)
         self.owned.own((PORT, id(lease)), lambda: lease.release(timeout_s=RELEASE_S))
         return lease
 
@@ -351,13 +339,13 @@ def plan_workers(
     described: WorkerClass,
     *,
     env_vars: EnvVars,
-    python: WorkerPython,
+    python: Mapping[str, Any],
 ) -> list[WorkerPlan]:
     """Return the options and the environment of every worker. Pure, except that it reads the driver's environment."""
     forwarded = forwarded_variables(os.environ)
     class_env = dict(described.options.get("runtime_env") or {})
-    of_class = {**class_env.pop("env_vars", {}), **python.variables}
-    shared = {**class_env, **python.runtime_env}
+    of_class = class_env.pop("env_vars", {})
+    shared = {**class_env, **python}
     plans = []
     given = [variables_at(env_vars, place) for place in places]
     # A worker that moves would keep a variable that its next place has no value for.

@@ -326,26 +326,17 @@ def _regroup(plan: list[Any], flat: Sequence[Any]) -> tuple[list[Any], dict[str,
     return args, kwargs
 
 
-def host_class(
-    name: str,
-    kinds: Mapping[str, str],
-    *,
-    concurrent: bool,
-    backpressure: Mapping[str, int],
-) -> type:
+def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool) -> type:
     """Return a subclass of WorkerHost with one delegating method for each method of the user's class.
 
     There is a method for each method instead of one generic call, because Ray streams only from real generator methods,
     and because arguments inside a container are serialised as separate objects, which makes every call slower.
 
-    Unless they are `concurrent`, one method runs at a time, whatever its kind. `backpressure` has how many items a
-    generator method may be ahead of its reader.
+    Unless they are `concurrent`, one method runs at a time, whatever its kind.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
     names = ("__init__", *kinds, FUNCTION)
     members = {method: delegate(method, kind, number) for number, (method, kind) in enumerate(kinds.items(), 1)}
-    for method, limit in backpressure.items():
-        ray.method(_generator_backpressure_num_objects=limit)(members[method])
     for method, function in members.items():
         function.__name__ = method
         function.__qualname__ = f"{WorkerHost.__name__}.{method}"

@@ -142,14 +142,6 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-@dataclass(frozen=True)
-class WorkerPython:
-    """The Python of the workers, with its own `variables`. An empty `runtime_env` lets Ray use prestarted processes."""
-
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)  # by which tools find their environment
-
-
 def choose_python(python: str | VenvSpec | None, class_name: str) -> str | VenvSpec | None:
     """Return the given Python, or else the one registered for the class, or else None for the driver's own."""
     if python is not None and not isinstance(python, (str, VenvSpec)):
@@ -159,19 +151,18 @@ def choose_python(python: str | VenvSpec | None, class_name: str) -> str | VenvS
     return None if python == sys.executable else python
 
 
-def prepare_python(python: str | VenvSpec | None, nodes: Sequence[str], *, timeout_s: float) -> WorkerPython:
-    """Build the Python on the nodes where workers will start, and check that it has the cluster's Python and Ray."""
+def prepare_python(python: str | VenvSpec | None, nodes: Sequence[str], *, timeout_s: float) -> Mapping[str, Any]:
+    """Build the Python on the nodes where workers will start, check its versions, and return the `runtime_env` for it.
+
+    It is empty for the driver's own Python, so that Ray can use prestarted processes.
+    """
     if python is None:
-        return WorkerPython()
+        return {}
     try:
-        ready = ensure_worker_env(python, nodes=list(dict.fromkeys(nodes)), timeout_s=timeout_s)
+        return ensure_worker_env(python, nodes=list(dict.fromkeys(nodes)), timeout_s=timeout_s).runtime_env
     except VenvError as error:
         reasons = "\n".join(map(str, error.exceptions if isinstance(error, VenvNodesError) else [error]))
         raise WorkerStartError(f"{python!r} cannot run the workers:\n{reasons}") from error
-    env_vars = dict(ready.runtime_env.get("env_vars", {}))
-    of_venv = [name for name in ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT") if name in env_vars]
-    variables = {name: env_vars.pop(name) for name in of_venv}
-    return WorkerPython({**ready.runtime_env, "env_vars": env_vars}, variables)
 
 
 @dataclass(frozen=True, kw_only=True)

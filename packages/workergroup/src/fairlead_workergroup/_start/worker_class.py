@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -38,9 +38,8 @@ class Method:
     kind: str  # plain, generator, async or async_generator
     signature: inspect.Signature | None  # None if Python cannot tell
     function: Any = None  # pickled, or a reference to that; None for a method
-    backpressure: int | None = None  # after so many items a generator waits until one is read
 
-    @cached_property
+    @property
     def result(self) -> str:
         """The result of a call: "value", or "items" if it yields them."""
         return "items" if self.kind in ("generator", "async_generator") else "value"
@@ -51,18 +50,13 @@ class Method:
         named = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         return named[number] if number < len(named) else number
 
-    @cached_property
-    def check(self) -> Callable[[int, tuple[str, ...]], None]:
+    def check(self, count: int, names: Iterable[str]) -> None:
         """Raise the `TypeError` that a call would raise, for a number of positional arguments and others by name."""
-
-        def check(count: int, names: tuple[str, ...]) -> None:
-            try:
-                if self.signature is not None:
-                    self.signature.bind(*range(count), **dict.fromkeys(names))
-            except TypeError as error:
-                raise TypeError(f"{self.name}{self.signature}: {error}") from None
-
-        return functools.lru_cache(64)(check)  # a call fits or not whatever the values are
+        try:
+            if self.signature is not None:
+                self.signature.bind(*range(count), **dict.fromkeys(names))
+        except TypeError as error:
+            raise TypeError(f"{self.name}{self.signature}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -85,10 +79,7 @@ class WorkerClass:
         return cls(
             data["target"],
             data["class"],
-            {
-                name: Method(name, kind, _signature(parameters), backpressure=limit)
-                for name, kind, parameters, limit in data["methods"]
-            },
+            {name: Method(name, kind, _signature(parameters)) for name, kind, parameters in data["methods"]},
             concurrent=data["concurrent"],
             full_names=data["full_names"],
             plain=data,
@@ -103,17 +94,12 @@ class WorkerClass:
     def actor_class(self) -> Any:
         """The generated class that hosts it, as a Ray actor class."""
         kinds = {method.name: method.kind for method in self.methods.values()}
-        limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
-        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits))
+        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent))
 
-    def find(self, method: "str | Callable[..., Any] | Method") -> Method:
-        """Return what `method` does; a `Method` is returned as it is."""
+    def method(self, method: "str | Callable[..., Any] | Method") -> Method:
+        """Return the method for its name, for a method of the class, or for any other function."""
         if isinstance(method, Method):
             return method
-        return (self.methods.get(method) if isinstance(method, str) else None) or self.method(method)
-
-    def method(self, method: str | Callable[..., Any]) -> Method:
-        """Return the method for a method's name, a method of the class, or any other function."""
         if not isinstance(method, str):
             function = _without_ray(method)
             name = self._name_of(function)
@@ -222,13 +208,12 @@ def describe_class(
             f"{answer['name']}: {'; '.join(refused)}: a worker of a group cannot have this option of a method. "
             "Remove the option, or create this actor without a group."
         )
-    limits = answer["backpressure"]
     plain = {
         "class": answer["name"],
         "target": target if isinstance(target, str) else "",
         "concurrent": answer["is_async"] if concurrent == "auto" else concurrent,
         "full_names": answer["full_names"],
-        "methods": [(name, *described, limits.get(name)) for name, described in answer["methods"].items()],
+        "methods": [(name, *described) for name, described in answer["methods"].items()],
     }
     return replace(
         WorkerClass.from_dict(plain),
