@@ -30,8 +30,7 @@ from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, ma
 from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._membership.places import lay_out
 from fairlead_workergroup._membership.provision import WINDOW, create_actors, plan_workers, wait_started
-from fairlead_workergroup._model import GroupState, Member, RestartPolicy
-from fairlead_workergroup._start.environment import WorkerPython
+from fairlead_workergroup._model import GroupState, Member, Restart
 from fairlead_workergroup._start.worker_class import Method, WorkerClass
 from fairlead_workergroup._status import read_statuses
 from fairlead_workergroup._world import Deadline
@@ -60,7 +59,7 @@ def simulated_rows() -> Iterator[Row]:
     began, cpu = time.perf_counter(), time.process_time()
     places = lay_out(make_slots(SIMULATED_NODES, SIMULATED_PER_NODE), prefix="sim")
     places = tuple(replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places)
-    plans = plan_workers(places, described, env_vars={}, python=WorkerPython())
+    plans = plan_workers(places, described, env_vars={}, python={})
     planned_cpu = time.process_time() - cpu
     suffixes = [str(rank) for rank in range(count)]
     actors: dict[int, Any] = {}
@@ -97,7 +96,7 @@ def simulated_rows() -> Iterator[Row]:
     yield Row("  simulated: of that, planning", f"{each * 1e6:.0f} us each", "at most 150 us", each <= 150e-6)
 
     agents = Agents()
-    core = Core("sim", places, sharding, policy=RestartPolicy())
+    core = Core("sim", places, sharding, policy=Restart())
     pid, tick = agents.process
     here = tuple(replace(one, pid=pid, started=tick) for one in members)
     core.commit(GroupState(0, 0, sharding, here, phase="serving"))

@@ -28,8 +28,8 @@ from ._membership.core import Core
 from ._membership.owned import Owned, Shutdown
 from ._membership.places import check_sharding, lay_out
 from ._membership.provision import GroupSpec, Provisioner
-from ._model import GroupState, Place, RestartPolicy
-from ._options import Elastic, FlatOptions, Restart, Timeouts, parse_memory, read_option, read_restart
+from ._model import GroupState, Place, Restart
+from ._options import Elastic, FlatOptions, Timeouts, parse_memory, read_option, read_restart
 from ._start.environment import WorkerOptions, check_env_vars, choose_python
 from ._start.worker_class import ClassLike, RayWorkerBuilder
 from ._status import ObservedGroup
@@ -60,8 +60,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             needs no package of Fairlead.
         restart: how lost workers are restarted; None for `Restart()`, which leaves it to `restart_failed_workers`.
         elastic: the method that a resize calls; None for `Elastic()`.
-        worker: the accelerators that a worker sees, its Ray options, and the master port; None for `WorkerOptions()`,
-            with which it sees its own and has the options of the class.
+        worker: the accelerators that a worker sees, and the master port; None for `WorkerOptions()`, with which it sees
+            its own. Other options of Ray's actors are those of the class's own `@ray.remote`.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and its descendants may hold together.
             Above it, Fairlead ends all of them, with kind "out-of-memory". Files, shared memory and the values of the
             object store do not count.
@@ -138,9 +138,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         self.cluster = cluster
         self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
         places, sharding = self._lay_out(workers_per_node, bundle_indices_list, sharding_annotations)
-        policy = RestartPolicy(restart.on_failure, restart.max_restarts, restart.scope)
         self._core = core = Core(
-            self.name_prefix, places, sharding, policy=policy, call_timeout_s=timeouts.call_s, memory_limit=limit
+            self.name_prefix, places, sharding, policy=restart, call_timeout_s=timeouts.call_s, memory_limit=limit
         )
         self._target = Target(core, map_options)
         self._assemble(spec, restart.method, elastic.on_resize)
@@ -164,7 +163,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         """Make the parts around the core of the group."""
         core = self._core
         self._provisioner = Provisioner(spec, core, Owned(core), getattr(self.cluster, "port_range", None))
-        core.described = self._provisioner
         self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
         core.changes = self._changes
         self._shutdown = Shutdown(core, self._changes, self._provisioner.owned)
@@ -175,6 +173,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         release_when_dropped(self, owned.leak, partial(owned.close, Deadline()))
         try:
             self._changes.run(operations.start(), self._provisioner.deadline(None))
+            self._provisioner.await_handles()
             took = time.monotonic() - began
             logger.info("Started %d worker(s) of %r in %.1f s.", self.world_size, self.name_prefix, took)
         except BaseException:
@@ -361,8 +360,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     if not TYPE_CHECKING:  # for a type checker, it would make every name an attribute
 
         def __getattr__(self, name):
-            described = getattr(self.__dict__.get("_core"), "described", None)
-            if name in getattr(getattr(described, "worker_class", None), "methods", ()):
+            worker_class = getattr(self.__dict__.get("_core"), "worker_class", None)
+            if name in getattr(worker_class, "methods", ()):
                 raise AttributeError(f"{name!r} is a method of the workers: call it with group.call({name!r})")
             return super().__getattribute__(name)  # raises Python's own error
 

@@ -17,10 +17,10 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._group import RayWorkerGroup
-from ._model import Place
-from ._options import Restart, Timeouts, read_option
+from ._model import Place, Restart
+from ._options import Timeouts, read_option
 from ._remote.describe import undecorate
-from ._start.environment import WorkerOptions, check_env_vars, choose_python
+from ._start.environment import check_env_vars, choose_python
 from ._start.worker_class import ClassLike, RayWorkerBuilder
 from ._status import check_seconds
 from ._world import Deadline
@@ -130,7 +130,6 @@ def launch(
             env_vars=env_vars,
             python=python,
             restart=restart,
-            worker=WorkerOptions(share_devices=0 < gpus_per_worker < 1),
             timeouts=Timeouts(start_s=deadline.left() or 0.001),
         )
         group.made = made.pop_all()

@@ -134,7 +134,7 @@ def test_grow_and_shrink(cluster):
         assert group.call("facts").result() == [(2, 2, group.master_port, 2)] * 2
         assert first.call("rank").result() == [0, 1]
         for view, reason in ((last, "Coordinate 1 is outside"), (added, "Coordinate 2 is outside"), (rest, "nothing")):
-            with pytest.raises(StaleGroupError, match=f"{reason}.* from dp=3 to dp=1 in epoch 2") as caught:
+            with pytest.raises(StaleGroupError, match=rf"{reason}.* resized to \{{'dp': 1") as caught:
                 view.call("rank")
             assert caught.value.epoch == 2
         assert pair.call("rank").result() == [0, 1]  # the part of its slice that is there
@@ -276,7 +276,7 @@ def test_timeout_changes_nothing(cluster, tmp_path, skip_wait_for):
         held = group.at(dp=1).call("wait_for", str(tmp_path / "never"))
         skip_wait_for(1)
         assert group.resize(dp=1, timeout=600) == 1
-        with pytest.raises(WorkerFailureError, match="resized from dp=2 to dp=1 in epoch 1"):
+        with pytest.raises(WorkerFailureError, match=r"left the group, resized to \{'dp': 1\} in epoch 1"):
             held.result(timeout=60)
 
 

@@ -20,9 +20,7 @@ def test_deadline_during_a_restart(make_group, tmp_path, eventually):
         group.call("pid", timeout=0.2)
     assert eventually(lambda: is_restarting(group))
     for view in (group, group.at(dp=1)):
-        with pytest.raises(
-            CallTimeoutError, match=r"A restart of rank\(s\) 1 has been under way for .* continues"
-        ) as caught:
+        with pytest.raises(CallTimeoutError, match=r"A restart of rank\(s\) 1 continues") as caught:
             view.call("pid", timeout=0.2)
         assert caught.value.late == ()
     gate.touch()

@@ -54,7 +54,7 @@ class Invariants:
     def check_at_rest(self) -> None:
         """Check what holds when no task of the group does anything."""
         now = self._core.now
-        for member in () if now.phase == "ended" or now.is_broken else now.members:
+        for member in () if now.phase in ("ended", "broken") else now.members:
             self._check_facts(member, now)
         for call in self._calls:
             self._check_epoch(call)

@@ -209,7 +209,7 @@ class GroupRun:
         )
         self.invariants.check_at_rest()
         now = group._core.now
-        if self.chosen <= HARMLESS and (now.lost or now.is_broken):
+        if self.chosen <= HARMLESS and (now.lost or now.phase == "broken"):
             raise SimulationError(f"damage: no worker has failed, and the group has lost {now.lost}")
 
 

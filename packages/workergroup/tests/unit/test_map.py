@@ -40,7 +40,7 @@ def test_a_task_that_is_cancelled_while_an_item_waits_to_be_sent(monkeypatch):
     monkeypatch.setattr(item_map, "cancel", lambda core, sent, method, *, force: cancelled.extend(sent))
     worker_class = SimpleNamespace(method=lambda name: Method(name, "plain", None))
     core = SimpleNamespace(
-        described=SimpleNamespace(worker_class=worker_class),
+        worker_class=worker_class,
         send=send,
         connected=True,
         connection=SimpleNamespace(check=lambda: None),

@@ -15,7 +15,6 @@ from fairlead_workergroup._membership.provision import plan_workers
 from fairlead_workergroup._model import Member
 from fairlead_workergroup._start.environment import (
     RANK_VARIABLES,
-    WorkerPython,
     check_env_vars,
     forwarded_variables,
     worker_environment,
@@ -195,7 +194,7 @@ class TestLayers:
         driver = {**forwarded, "PATH": "/bin", "API_TOKEN": "secret", "PYTHONPATH": "/x", "LD_PRELOAD": "y"}
         made = make_environment(driver=driver)
         assert made.variables == forwarded
-        assert (made.loader_variables, made.path) == ({}, ())
+        assert made.loader_variables == {}
 
     @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "RAY_ADDRESS", *RANK_VARIABLES])
     def test_never_forwarded(self, name):
@@ -219,11 +218,10 @@ class TestLayers:
         assert caplog.messages == ["configure_worker overrides A, RANK for rank 3"]
 
     def test_split(self):
-        """PYTHONPATH goes into sys.path, what is read when a process starts needs a new one, others are set in it."""
-        loader = "LD_PRELOAD PYTHONHASHSEED MALLOC_ARENA_MAX GLIBC_TUNABLES LD_LIBRARY_PATH LC_ALL TZ ASAN_OPTIONS"
+        """Variables that are read when a process starts need a new one; others are set in it."""
+        loader = "LD_PRELOAD PYTHONPATH MALLOC_ARENA_MAX GLIBC_TUNABLES LD_LIBRARY_PATH LC_ALL TZ ASAN_OPTIONS"
         new = dict.fromkeys(loader.split(), "1")
-        made = make_environment(of_user={"PYTHONPATH": "/a::/b", "OMP_NUM_THREADS": "2", **new})
-        assert made.path == ("/a", "/b")
+        made = make_environment(of_user={"OMP_NUM_THREADS": "2", **new})
         assert made.loader_variables == new
         assert made.variables == {"OMP_NUM_THREADS": "2"}
 
@@ -248,7 +246,7 @@ def make_plans(count, env_vars):
         lay_out(slots_of_node, prefix="p"),
         WorkerClass("a.B", "B", {}),
         env_vars=env_vars,
-        python=WorkerPython(),
+        python={},
     )
 
 

@@ -50,7 +50,7 @@ def call_hook(core: Core, method: str, ranks: Sequence[int], deadline: Deadline)
     """Send a method of the class to ranks, as a part of the change of membership that is under way."""
     options = CallOptions(timeout=deadline.left(), discard=True)
     recipients = Recipients(list(ranks), [], [False] * len(ranks))
-    called = core.described.worker_class.find(method)
+    called = core.worker_class.method(method)
     call = prepare_call(core, called, recipients, (), {}, options, is_hook=True)
     return Call(core, None, call, core.send(call))
 
@@ -440,7 +440,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         # Without a lost worker the error is the worker's own, about a group that it uses.
         if self._attempts == self._planned.options.retries or not lost:
             return False
-        if self._core.policy.restarts_all:
+        if self._core.restarts_all:
             lost = list(range(len(sent.replies)))
         ranks = [sent.call.called[position] for position in lost]
         requests = [sent.call.requests[position] for position in lost]

@@ -220,7 +220,7 @@ class ClassicCalls(AddressedWorkers):
         core = self._target.core
         note_known_dead(core, recipients.called)
         common = common_kwargs or {}
-        method = core.described.worker_class.find(method_name)
+        method = core.worker_class.method(method_name)
         if both := sorted(set(kwargs) & set(common)):
             raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
         named = {**kwargs, **{name: replicate(value) for name, value in common.items()}}

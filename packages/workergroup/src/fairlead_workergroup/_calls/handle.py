@@ -14,9 +14,9 @@ from fairlead_placement.extension import actor_id_of, ask_head, head_deadline, r
 from fairlead_sharding import NamedSharding
 
 from .._membership.core import Core
-from .._model import Member, Resize, RestartPolicy
+from .._model import Member, Restart
 from .._observe.board import ANSWER_S, KEY, PublishedGroup, find_group, read_group, read_groups
-from .._start.worker_class import Described, WorkerClass
+from .._start.worker_class import WorkerClass
 from .._status import STUCK_AFTER_S, WorkerStatus, read_statuses
 from .._world import Deadline
 from ..exceptions import WorkerGroupError
@@ -184,8 +184,8 @@ class _ClientCore(Core):
 
     def __init__(self, identity: GroupIdentity, group: PublishedGroup, reading: threading.RLock) -> None:
         state = group.state
-        super().__init__(group.name, state.places, state.sharding, policy=RestartPolicy(), remedy=REMEDY)
-        self.described = Described(WorkerClass.from_dict(group.methods))
+        super().__init__(group.name, state.places, state.sharding, policy=Restart(), remedy=REMEDY)
+        self.worker_class = WorkerClass.from_dict(group.methods)
         self._identity = identity
         self._reading = reading  # that of the handle
         self._adopt(group)
@@ -232,22 +232,14 @@ class _ClientCore(Core):
             cause = "Ray has no actor of its name: it has ended" if fresh.pid else "it has not started yet"
             lost = None if handle is not None else fresh.failure("killed", cause)
             members.append(replace(fresh, handle=handle, lost=lost))
-        resized = [
-            Resize(state.group_epoch, axis, now.sharding.shape[axis], size)
-            for axis, size in state.sharding.shape.items()
-            if now.sharding.shape.get(axis, size) != size
-        ]
-        departed = dict(now.departed) | {member.rank: member for member in now.members}
         with self.turn:
-            self._by_actor.update((member.actor_id, member) for member in members)
+            self._note_members(replace(state, members=tuple(members)))
             self.advance(
                 group_epoch=state.group_epoch,
-                sharding=state.sharding if resized else now.sharding,
+                sharding=now.sharding if state.sharding.shape == now.sharding.shape else state.sharding,
                 members=tuple(members),
                 phase=state.phase,
                 restarting=state.restarting,
-                departed={rank: member for rank, member in departed.items() if rank >= len(members)},
-                resizes=(*now.resizes, *resized),
             )
             self.handles[:] = [member.handle for member in members]
         self._group = group

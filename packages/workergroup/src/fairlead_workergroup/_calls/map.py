@@ -72,7 +72,7 @@ class ItemMap:
         items: Iterable[Any],
         options: MapOptions,
     ) -> None:
-        called = core.described.worker_class.method(method)
+        called = core.worker_class.method(method)
         if called.result == "items":
             raise TypeError(
                 f"{called.name!r} is a generator method; map needs one result for each item: call it and stream"

@@ -130,8 +130,8 @@ def cancel(core: Core, sent: Sequence[Any], method: str, *, force: bool) -> list
 
     With `force`, kill these; not their successors, if they have been replaced in the meantime.
     """
-    calls = [(worker, reply) for reply in sent if (worker := core.find(replies.actor_of(reply))) is not None]
-    running = cancel_calls(calls, in_order=not core.described.worker_class.concurrent)
+    calls = [(core.member_of(reply), reply) for reply in sent]
+    running = cancel_calls(calls, in_order=not core.worker_class.concurrent)
     if killed := [worker for worker in running if force and core.is_present(worker)]:
         for worker in killed:
             ray.kill(worker.handle)
@@ -230,8 +230,8 @@ class Arrivals:
 
     def make_outcome(self, position: int, value: Any = None, error: BaseException | None = None) -> Outcome:
         """Return the outcome of the worker at a position."""
-        rank = self._ranks[position]
-        return Outcome(rank, dict(self._core.now[rank].coords), value, error)
+        member = self._core.member_of(self.sent.replies[position])
+        return Outcome(member.rank, dict(member.coords), value, error)
 
     def failure(self, error: BaseException, deadline: Deadline) -> BaseException:
         """Return the exception to raise for an error of Ray, with all ranks that have failed so far."""

@@ -67,10 +67,10 @@ class Target:
             try:
                 self.known = now.sharding, self._select(now.sharding)
             except (IndexError, ValueError) as error:
-                last = now.resizes[-1]
                 raise StaleGroupError(
-                    f"{error} The group was resized {last}. This view works again when the group has grown.",
-                    last.epoch,
+                    f"{error} The group has been resized to {dict(now.sharding.shape)}. This view works again when it "
+                    "has grown.",
+                    now.group_epoch,
                 ) from None
         return self.known
 
@@ -89,7 +89,7 @@ class Target:
             return make_plan(mesh, options), sharding
 
         self.core.renew()
-        called = self.core.described.worker_class.find(method)
+        called = self.core.worker_class.method(method)
         plan, sharding = make()
         # Values that were split for the size that the group had cannot be sent when it has another one.
         is_split = any(isinstance(value, (Shard, PerWorker)) for value in (*args, *kwargs.values()))
@@ -215,7 +215,7 @@ class AddressedWorkers:
                 "without them."
             )
         now, all_ranks = target.core.now, target.mesh.ranks
-        ranks = [rank for rank in all_ranks if now[rank].place.tied_rank == 0] or all_ranks
+        ranks = [rank for rank in all_ranks if now.members[rank].place.tied_rank == 0] or all_ranks
         each = CallOptions((), timeout=options.timeout if timeout is None else timeout)
         map_options = replace(
             target.map_options,
@@ -297,7 +297,7 @@ class GroupView(AddressedWorkers):
         """
         target = self._target
         options, kwargs = split_options(target.options, kwargs)
-        called = target.core.described.worker_class.method(method)
+        called = target.core.worker_class.method(method)
         return explain_plan(make_plan(target.mesh, options), called, args, kwargs)
 
 

@@ -137,17 +137,6 @@ class Changes:
         """Whether no change is under way or waits."""
         return self._thread is None and not self._queue
 
-    def describe_running(self) -> str:
-        """Return what a call waits for, and what its caller can do; an empty text if nothing is under way."""
-        running, ranks = self._running, self._core.now.restarting
-        if running is None:
-            return ""
-        what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
-        return (
-            f"A {what} has been under way for {_world.current.now() - running.asked_at:.1f} s and continues; it may "
-            f"take start_s={self._provisioner.spec.start_timeout_s:g} s. Make the call again, with a longer timeout."
-        )
-
     def join(self, deadline: Deadline) -> bool:
         """Wait until no change runs; return whether that was before the deadline."""
         with self._lock:
@@ -193,7 +182,7 @@ class Changes:
         """Do all steps of a plan, and return the ranks that were started."""
         core, plan, failure = self._core, run.plan, None
         try:
-            if plan.closes:
+            if plan.replaced:
                 core.begin_change()
                 core.advance(restarting=plan.replaced)
             run.switch()
@@ -208,8 +197,7 @@ class Changes:
             raise failure from error
         finally:
             core.advance(restarting=())
-            if not plan.is_first:
-                core.end_change(failure)
+            core.end_change(failure)
             run.settle()
         return tuple(run.started)
 
@@ -219,15 +207,12 @@ class Changes:
         A late or failed one breaks a group all of which has to follow; in a restart it is lost.
         """
         plan, core, after = run.plan, self._core, self._core.now
-        if plan.is_first:
-            self._provisioner.publish(wait=True)
-            return
         try:
             run.deliver()
         finally:
             # Later than the facts: a worker without them refuses the calls of handles in the new epoch.
             self._provisioner.publish()
-        again = sorted(run.started.keys() & range(len(run.before.members)))
+        again = sorted({*plan.replaced} | (run.started.keys() & run.before.lost.keys()))
         everybody = range(len(after.members)) if plan.follows else ()
         hooks, ends = (("Restart.method", self._on_restart, again), ("on_resize", self._on_resize, everybody)), {}
         for hook, method, ranks in hooks:
@@ -236,10 +221,10 @@ class Changes:
                 for rank, future in zip(call.called_workers, call.futures, strict=True):
                     ends[rank, f"{hook} failed: "] = end_of(future)
         run.wait_for(ends)
-        if after.is_broken:
+        if after.phase == "broken":
             core.advance(phase="serving")
-        if plan.resize is not None:
-            logger.info("Resized %r %s.", core.name_prefix, plan.resize)
+        if plan.sharding is not run.before.sharding:
+            logger.info("Resized %r to %s.", core.name_prefix, dict(plan.sharding.shape))
         if plan.replaced:
             logger.warning("Restarted rank(s) %s of %r.", ", ".join(map(str, plan.replaced)), core.name_prefix)
 
@@ -261,29 +246,22 @@ class _Run:
 
     @property
     def _concurrent(self) -> bool:
-        return self._provisioner.worker_class.concurrent
+        return self._core.worker_class.concurrent
 
     def switch(self) -> None:
         plan, core, provisioner = self.plan, self._core, self._provisioner
-        if plan.is_first:
-            staged = provisioner.prepare(self.before, self.until)
-        else:
-            staged = provisioner.acquire(self.before, plan, self.until)
-        self._staged = staged
+        self._staged = staged = provisioner.acquire(self.before, plan, self.until)
         if plan.new:
             self._end([rank for rank in plan.new if rank in self.before.lost])
             self.started |= provisioner.start(staged, plan.new, self.until)
-        if not plan.is_first:
-            core.begin_change()
-            self._drain()
-            if plan.replaced:
-                alive_nodes()  # the head has to answer, or nothing could start
-            core.check_goes_on()
+        core.begin_change()
+        self._drain()
+        core.check_goes_on()
         if plan.replaced:
+            alive_nodes()  # the head has to answer, or nothing could start
             # The old epoch cannot continue as it was from here, so the rest has its own time.
             if (end := self.until.at) is not None:
                 self.until = Deadline.after(end - self._change.asked_at)
-            core.advance(restarting=plan.replaced)
             # Handles of other processes see that these workers are replaced, and do not take that for a loss.
             provisioner.publish({rank: staged.state.members[rank] for rank in plan.replaced})
             self._has_ended = True
@@ -295,10 +273,8 @@ class _Run:
             dataclasses.replace(
                 state,
                 members=tuple(self._member(member) for member in state.members),
-                phase="broken" if core.now.is_broken else "serving",
+                phase="broken" if core.now.phase == "broken" else "serving",
                 restarting=core.now.restarting,
-                departed=self._departed(),
-                resizes=core.now.resizes if plan.resize is None else (*core.now.resizes, plan.resize),
                 variables=staged.variables(),
                 master=(staged.lease.address, staged.lease.port) if staged.lease is not None else ("", 0),
                 restarts=self._restarts,
@@ -309,22 +285,13 @@ class _Run:
 
     @property
     def _restarts(self) -> int:
-        return self.before.restarts + (self._core.policy.restarts_all and self.plan.counts)
+        return self.before.restarts + (self._core.restarts_all and self.plan.counts)
 
     def _member(self, staged: Member) -> Member:
         """Return a member of the next epoch: one that has started, or a survivor, which may have been lost since."""
         if (member := self.started.get(staged.rank)) is not None:
             return member
         return dataclasses.replace(staged, lost=self._core.now.members[staged.rank].lost)
-
-    def _departed(self) -> Mapping[int, Member]:
-        """Return the last member of each rank that the next epoch does not have."""
-        now, size = self._core.now, self.plan.sharding.size
-        left = {rank: member for rank, member in now.departed.items() if rank >= size}
-        for member in now.members[size:]:
-            loss = member.failure("left", f"the group was resized {self.plan.resize}, and this rank left it")
-            left[member.rank] = dataclasses.replace(member, lost=member.lost or loss)
-        return left
 
     def _drain(self) -> None:
         ranks = self._find_late([self.before.members[rank] for rank in self.plan.quiet])
@@ -369,7 +336,7 @@ class _Run:
         layout = store_layout(now.sharding) if len(now.members) != len(self.before.members) else None
         sent = {
             (member.rank, ""): send_function(
-                member, apply_facts, now.facts_since(self.before, member.rank), layout, alone=alone, until=self.until
+                member, apply_facts, now.facts(member.rank), layout, alone=alone, until=self.until
             )
             for member in now.members
             if member.rank not in self.started and member.lost is None
@@ -384,13 +351,14 @@ class _Run:
         if not errors and not late:
             return
         kind: FailureKind = "resize-failed" if self.plan.follows else "start-failed"
-        now = self._core.now
+        members = self._core.now.members
         unfinished = "it had not finished when the resize had to end"
-        failures = {now[rank]: now[rank].failure(kind, what + unfinished) for rank, what in late}
+        failures = {members[rank]: members[rank].failure(kind, what + unfinished) for rank, what in late}
         for (rank, what), error in errors.items():
             cause = getattr(error, "cause", None) or error
-            failures[now[rank]] = now[rank].failure(kind, f"{what}it raised {type(cause).__name__}: {cause}")
-        failures |= find_losses(self._core, {now[rank]: error for (rank, _), error in errors.items()})
+            text = f"{what}it raised {type(cause).__name__}: {cause}"
+            failures[members[rank]] = members[rank].failure(kind, text)
+        failures |= find_losses(self._core, {members[rank]: error for (rank, _), error in errors.items()})
         raise self._lose(failures) from next(iter(errors.values()), None)
 
     def _lose(self, failures: Mapping[Member, WorkerFailure]) -> WorkerFailureError:
@@ -405,8 +373,6 @@ class _Run:
     def note_failure(self, error: Exception) -> Exception:
         """Record the ranks that this change has ended and not started, and return the error to raise."""
         plan, core, before = self.plan, self._core, self.before
-        if plan.is_first or (isinstance(error, HeadTimeoutError) and not self._has_ended):
-            return error
         if self._has_begun:
             if not plan.follows:
                 return error
@@ -416,9 +382,9 @@ class _Run:
             cause = f"the change was interrupted: {error!r}"  # not by a worker: it is unknown who has followed
             return self._lose({member: member.failure("resize-failed", cause) for member in core.now.members})
         is_report = isinstance(error, WorkerFailureError)
-        if not self._has_ended:  # lost ranks could not be started again
-            lost = tuple(before.lost.values())
-            return WorkerFailureError(lost, f"{NOT_STARTED}{error}") if plan.closes and not is_report else error
+        if not self._has_ended:
+            is_kept = is_report or isinstance(error, HeadTimeoutError) or not (plan.replaced and plan.counts)
+            return error if is_kept else WorkerFailureError(tuple(before.lost.values()), f"{NOT_STARTED}{error}")
         cause, failed, text = str(error), -1, f"{NOT_STARTED}{error}"
         if isinstance(error, WorkerStartError):
             cause, failed, text = error.reason, error.rank, str(error)
@@ -443,7 +409,7 @@ class _Run:
                 logger.warning("Rank(s) %s were ended before they had finished.", ", ".join(map(str, late)))
         finally:
             if not self._core.ending:
-                if not self._has_begun and not self.plan.is_first:
+                if not self._has_begun:
                     self._provisioner.publish()
                 self._provisioner.settle(self.until)
 

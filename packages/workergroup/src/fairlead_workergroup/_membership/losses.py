@@ -52,9 +52,8 @@ REFUSED_EVERY_S = 0.1  # how soon a process that has refused a request is looked
 TOGETHER_S = 0.15
 # A node that does not answer in this time is not waited for. A very busy one answers in seconds.
 LOOK_S = 5.0
-# Ray reports the cause of a death that it knows at once, and may take the second time to notice one.
-CAUSE_S = 10.0
-NOTICED_S = 2.0
+# Ray reports the cause of a death that it knows at once, and may take this time to notice one.
+CAUSE_S = 5.0
 # How many late workers an error shows.
 SHOWN = 8
 NO_CAUSE = "Ray reports that it is dead, and has not reported the cause in time"
@@ -129,10 +128,9 @@ def find_lost(core: Core, members: Iterable[Member], within_s: float) -> Losses:
     with head_deadline(within_s):
         noticed = look_at_head(living)
     silent = _look_at_nodes([member for member in living if member not in noticed], min(within_s, LOOK_S))
-    dead = {member: loss for member, loss in noticed.items() if loss.kind == "killed"}
+    lost = explain(core, noticed | silent, within_s)
+    # Ray may say "killed" of workers whose nodes it knows to be lost.
     on_lost_nodes = {member: loss for member, loss in noticed.items() if loss.kind == "node-lost"}
-    # Ray may notice the others soon.
-    lost = explain(core, dead, within_s) | explain(core, on_lost_nodes | silent, min(within_s, NOTICED_S))
     return lost | {member: loss for member, loss in on_lost_nodes.items() if lost[member].kind == "killed"}
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
 
 import ray
 
@@ -17,10 +16,10 @@ from fairlead_placement.extension import choose_alive, collect, group_pairs, hea
 from .. import _world
 from .._model import Member
 from .._observe.query import actors_being_made, draining_nodes
+from .._ray_private import is_known_dead
 from .._remote.process import WORKER_GRACE_S, end_trees
 from .._world import NEVER, Deadline, wait_for, wait_for_event
 from .core import Changes, Core
-from .losses import look_at_head
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +33,6 @@ LAST_LOOK_S = 5.0
 ANSWERED_S = 2.0
 # When the workers have ended, the change that is under way has nothing to wait for.
 JOIN_S = 20.0
-# Ray's head says within this time which workers are dead, before the others run their cleanup.
-HEAD_S = 10.0
 
 Key = tuple[object, ...]  # what it is, and which one of its kind
 
@@ -93,10 +90,7 @@ class Owned:
         self.end(others, until)
 
     def end(self, members: Collection[Member], until: Deadline) -> list[str]:
-        """End workers and what they have started; return descriptions of those alive.
-
-        Those that have ended are not owned any more: the mark of a rank would find the processes of its next worker.
-        """
+        """End workers and what they have started; return descriptions of those alive. The others are owned no more."""
         left = kill_and_wait(members, until) if members and self._core.connected else []
         if not left:
             with self._lock:
@@ -112,10 +106,8 @@ class Owned:
         with self._lock:
             self.closed = True
             workers, keys = [*self._workers.values()], [*self._releases]
-        with ExitStack() as steps:  # each of them is done, also after Ctrl-C in another one
-            for key in keys:
-                steps.callback(self.drop, [key])
-            steps.callback(self._end_all, workers, until)
+        self._end_all(workers, until)
+        self.drop(reversed(keys))
         return self._succeeded
 
     def leak(self) -> str:
@@ -209,13 +201,7 @@ class Shutdown:
             return True
         # A change that is under way gives up at its next step. Until then it may end a worker under its cleanup.
         self._changes.join(until.sooner(Deadline.after(JOIN_S)))
-        living = {member for member in core.now.members if member.lost is None}
-        try:
-            # The cleanup has half of the time if the head is silent.
-            with head_deadline((until.left(at_most=2 * HEAD_S) or 0.0) / 2):
-                living -= look_at_head(living).keys()
-        except HeadTimeoutError:
-            pass
+        living = [member for member in core.now.members if member.lost is None and not is_known_dead(member.handle)]
         began = _world.current.now()
         how = {"method": cleanup_method, "silent": True}
         calls = {member.rank: member.handle._fairlead_call.remote(how) for member in living}
@@ -237,19 +223,11 @@ def kill_and_wait(workers: Collection[Member], until: Deadline) -> list[str]:
     """
     deadline = time.monotonic() + max(LAST_LOOK_S, 0.8 * (until.left(at_most=2 * GONE_S) or 0.0))
     others = [worker for worker in sorted(workers, key=lambda worker: -worker.rank) if worker.rank]
-    first = [worker for worker in workers if not worker.rank]
-    by_ray = True
-    try:
-        try:
-            by_ray = _wait_until_created(workers, deadline)
-        finally:  # also after a second Ctrl-C
-            for worker in others:
-                ray.kill(worker.handle)
-        left = _wait(others, deadline, by_ray=by_ray)
-    finally:
-        for worker in first:
+    by_ray, left = _wait_until_created(workers, deadline), list[str]()
+    for some in (others, [worker for worker in workers if not worker.rank]):
+        for worker in some:
             ray.kill(worker.handle)
-    left += _wait(first, deadline, by_ray=by_ray)
+        left += _wait(some, deadline, by_ray=by_ray)
     if not by_ray:
         left.append(f"{len(workers)} worker(s) whose end Ray's head has not confirmed, because it does not answer")
     if left:

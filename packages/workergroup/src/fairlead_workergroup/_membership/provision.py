@@ -15,7 +15,7 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement import PortLease, PortUnavailableError, RayVirtualCluster, Slot, lease_ports
+from fairlead_placement import PortLease, RayVirtualCluster, Slot, lease_ports
 from fairlead_placement.extension import actor_id_of, ask_head, group_pairs, head_deadline, run_each
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
@@ -25,13 +25,11 @@ from .._model import GroupState, Member, Place, configure_ask
 from .._observe.board import ANSWER_S, Publication, actor_name
 from .._observe.progress_bar import Bar
 from .._observe.query import look_at_starts
-from .._remote.process import mark_of
 from .._start.environment import (
     RANK_VARIABLES,
     EnvVars,
     WorkerEnvironment,
     WorkerOptions,
-    WorkerPython,
     actor_options,
     check_env_vars,
     device_facts,
@@ -43,7 +41,7 @@ from .._start.environment import (
     variables_at,
     worker_environment,
 )
-from .._start.worker_class import Described, RayWorkerBuilder, WorkerClass, describe_class
+from .._start.worker_class import RayWorkerBuilder, WorkerClass, describe_class
 from .._world import Deadline
 from ..exceptions import WorkerFailure
 from .core import Core
@@ -112,7 +110,7 @@ class Staged:
         )
 
 
-class Provisioner(Described):
+class Provisioner:
     """Acquires, starts and ends the workers of a group, for its changes; the first start describes their class."""
 
     def __init__(self, spec: GroupSpec, core: Core, owned: Owned, ports: tuple[int, int] | None) -> None:
@@ -120,8 +118,7 @@ class Provisioner(Described):
         self.owned = owned
         self.slots = Slots(spec.cluster, core, owned)
         self._core = core
-        self._ports = ports  # the first and the last port of the cluster; None for any ports
-        self._master_ports = read_master_ports(spec.options)
+        self._ports = read_master_ports(spec.options) or ports  # the first and the last one; None for any ports
         self._now: Staged | None = None  # the present epoch
         self._arguments: _StoredArguments | None = None
         self._publication: Publication | None = None
@@ -129,23 +126,22 @@ class Provisioner(Described):
     @property
     def has_one_port(self) -> bool:
         """Whether the master port is the same in all epochs."""
-        ports = self._master_ports or self._ports
-        return ports is not None and ports[0] == ports[1]
+        return self._ports is not None and self._ports[0] == self._ports[1]
 
     def deadline(self, timeout_s: float | None) -> Deadline:
         """Return the deadline of a change with this timeout; None stands for the time of a start."""
         return Deadline.after(self.spec.start_timeout_s if timeout_s is None else timeout_s)
 
-    def prepare(self, before: GroupState, until: Deadline) -> Staged:
+    def _prepare(self, before: GroupState, until: Deadline) -> Staged:
         """Claim the slots of the first workers, describe their class, and store the constructor's arguments."""
         places = before.places
         self.slots.claim([place.slot for place in places])
         # Before anything else, because other processes may have it.
-        lease = None if self._master_ports is None else self._lease_port(places[0].slot, until)
+        lease = None if self.spec.options.master_port is None else self._lease_port(places[0].slot, until)
         described, workers = self._plan(places, until)
         if callable(given := self.spec.env_vars):
             check_env_vars(given(places[0]))  # this logs what workers do not get
-        self.worker_class = described
+        self._core.worker_class = described
         for name in self.spec.hooks:
             described.method(name).check(0, ())
         self._arguments = _StoredArguments(self.spec.builder, described)
@@ -161,7 +157,8 @@ class Provisioner(Described):
     def acquire(self, before: GroupState, plan: Plan, until: Deadline) -> Staged:
         """Get slots, the environment of new workers, and a port if the present one cannot be used."""
         now, places, sharding = self._now, before.places, plan.sharding
-        assert now is not None  # the first start has set it
+        if now is None:
+            return self._prepare(before, until)
         starting, size = {*plan.new, *plan.replaced}, sharding.size
         if plan.moved:
             places = self.slots.move(places, plan.moved)
@@ -175,7 +172,7 @@ class Provisioner(Described):
         if places != before.places:
             described, workers = self._plan(places, until)
         self.slots.claim(place.slot for place in places)
-        members = []
+        members, latest = [], self._core.latest_incarnations()
         for place in places:
             if place.rank not in starting:
                 members.append(dataclasses.replace(before.members[place.rank], place=place))
@@ -183,11 +180,10 @@ class Provisioner(Described):
                 old = before.members[place.rank]
                 members.append(self._next_member(place, old.incarnation + 1, old.restarts + plan.counts))
             else:
-                gone = before.departed.get(place.rank)
-                members.append(self._next_member(place, 0 if gone is None else gone.incarnation + 1, 0))
+                members.append(self._next_member(place, latest.get(place.rank, -1) + 1, 0))
         lease = now.lease
         # The store of one set of processes cannot be used by another one. A single port is used when they have ended.
-        needs_other = (plan.follows or self._core.policy.restarts_all) and not self.has_one_port
+        needs_other = (plan.follows or self._core.restarts_all) and not self.has_one_port
         if lease is None or needs_other or lease.node_id != places[0].slot.node_id:
             lease = self._lease_port(places[0].slot, until)
         epoch = before.group_epoch + 1
@@ -216,15 +212,18 @@ class Provisioner(Described):
             staged.lease = self._lease_port(staged.state.members[0].place.slot, until)
         return self._construct(staged, members, until)
 
-    def publish(self, starting: Mapping[int, Member] | None = None, *, wait: bool = False) -> None:
-        """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
+    def publish(self, starting: Mapping[int, Member] | None = None) -> None:
+        """Let handles of other processes see the members."""
         if self._publication is not None and not self._core.ending:
             self._publication.publish(self._core.now, starting or {})
-            if wait:
-                self._publication.await_handles(ANSWER_S)
+
+    def await_handles(self) -> None:
+        """Wait a moment until handles that look now see the group."""
+        if self._publication is not None:
+            self._publication.await_handles(ANSWER_S)
 
     def commit(self, staged: Staged) -> None:
-        self._now, self.worker_class = staged, staged.worker_class
+        self._now, self._core.worker_class = staged, staged.worker_class
 
     def settle(self, until: Deadline) -> None:
         """Return what the members of now do not need: workers, slots, and ports of an epoch that has not begun."""
@@ -239,7 +238,7 @@ class Provisioner(Described):
         self._arguments = None
 
     def _next_member(self, place: Place, incarnation: int, restarts: int) -> Member:
-        name, mark = actor_name(place, self.spec.token, incarnation), mark_of(self.spec.token, place.rank)
+        name, mark = actor_name(place, self.spec.token, incarnation), f"{self.spec.token}-{place.rank}-{incarnation}"
         return Member(place, incarnation, restarts, actor_name=name, mark=mark, node_id=place.slot.node_id)
 
     def _plan(self, places: Sequence[Place], until: Deadline) -> tuple[WorkerClass, Sequence[WorkerPlan]]:
@@ -254,12 +253,10 @@ class Provisioner(Described):
             spec.builder.methods,
             asks=[configure_ask(place, per_node) for place in places],
             node_id=nodes[0],
-            runtime_env=recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {}),
+            runtime_env=recursive_merge_options(python, {"env_vars": variables} if variables else {}),
             timeout_s=until.left() or 0.0,
             concurrent=spec.concurrent,
         )
-        options = recursive_merge_options(described.options, spec.options.ray_options)
-        described = dataclasses.replace(described, options=options)
         return described, plan_workers(places, described, env_vars=spec.env_vars, python=python)
 
     def _construct(self, staged: Staged, members: Mapping[int, Member], until: Deadline) -> dict[int, Member]:
@@ -281,10 +278,9 @@ class Provisioner(Described):
             facts = {
                 **shared,
                 **mine,
-                "tree": f"{member.mark}{member.incarnation}",
+                "tree": member.mark,
                 "memory_limit": spec.memory_limit,
                 "env": {**worker.environment.variables, **mine["env"]},
-                "path": list(worker.environment.path),
                 "devices": device_facts(worker.place, slots_on[worker.place.slot.node_id], spec.options),
             }
             kwargs = {name: configured.prepare(value) for name, value in worker.init_kwargs.items()}
@@ -307,17 +303,8 @@ class Provisioner(Described):
         return started
 
     def _lease_port(self, slot: Slot, until: Deadline) -> PortLease:
-        ports = self._master_ports or self._ports
-        bounds: dict[str, Any] = {} if ports is None else {"low": ports[0], "high": ports[1]}
-        try:
-            ((lease,),) = lease_ports([slot], timeout_s=until.left() or 0.0, **bounds)
-        except PortUnavailableError as error:
-            if self._master_ports is not None:
-                error.add_note(
-                    "It is the WorkerOptions(master_port=...) of a group. Give another port or range, or leave it out, "
-                    "and the group leases a port of the cluster's port_range."
-                )
-            raise
+        bounds: dict[str, Any] = {} if self._ports is None else {"low": self._ports[0], "high": self._ports[1]}
+        ((lease,),) = lease_ports([slot], timeout_s=until.left() or 0.0, **bounds)
         self.owned.own((PORT, id(lease)), lambda: lease.release(timeout_s=RELEASE_S))
         return lease
 
@@ -352,13 +339,13 @@ def plan_workers(
     described: WorkerClass,
     *,
     env_vars: EnvVars,
-    python: WorkerPython,
+    python: Mapping[str, Any],
 ) -> list[WorkerPlan]:
     """Return the options and the environment of every worker. Pure, except that it reads the driver's environment."""
     forwarded = forwarded_variables(os.environ)
     class_env = dict(described.options.get("runtime_env") or {})
-    of_class = {**class_env.pop("env_vars", {}), **python.variables}
-    shared = {**class_env, **python.runtime_env}
+    of_class = class_env.pop("env_vars", {})
+    shared = {**class_env, **python}
     plans = []
     given = [variables_at(env_vars, place) for place in places]
     # A worker that moves would keep a variable that its next place has no value for.

@@ -31,8 +31,9 @@ def describe(target: Any, asks: Sequence[dict[str, Any]] = (), more: Sequence[st
         kind = kind_of(function)
         methods[name] = kind, _parameters(getattr(cls, name), bound=bound)
         full_names[name] = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-        given = _method_options(function, kind)
-        refused += [f"{name} uses @ray.method({option}={value!r})" for option, value in given.items()]
+        # Ray stores the options of `@ray.method` as attributes of the function.
+        given = [(key, value) for key, value in getattr(function, "__dict__", {}).items() if key.startswith("__ray_")]
+        refused += [f"{name} uses @ray.method({key[6:-2]}={value!r})" for key, value in given]
     options = dict(getattr(decorated, "_default_options", None) or {})
     configure = getattr(cls, "configure_worker", None)
     return {
@@ -56,27 +57,6 @@ def _configure(configure: Any, ask: dict[str, Any]) -> tuple[dict[str, Any], ...
             f"got {answer!r}"
         )
     return tuple(dict(part or {}) for part in answer)
-
-
-# The options of @ray.method, each with the values that change nothing. Ray stores an option as an attribute of the
-# function, without the underscore with which some of the names begin.
-_NO_CHANGE: dict[str, tuple[Any, ...]] = {
-    "concurrency_group": (),
-    "enable_task_events": (True,),
-    "_generator_backpressure_num_objects": (-1,),
-    "max_task_retries": (0,),
-    "num_returns": (),
-    "_num_objects_per_yield": (1,),
-    "retry_exceptions": (False,),
-    "tensor_transport": (),
-}
-
-
-def _method_options(function: Any, kind: str) -> dict[str, Any]:
-    """Return the options of a method from `@ray.method`, without those that change nothing."""
-    no_change = {**_NO_CHANGE, "num_returns": ("streaming",) if "generator" in kind else (1,)}
-    given = {option: getattr(function, f"__ray_{option.lstrip('_')}__", None) for option in no_change}
-    return {option: value for option, value in given.items() if value is not None and value not in no_change[option]}
 
 
 def kind_of(function: Any) -> str:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -39,7 +39,7 @@ class Method:
     signature: inspect.Signature | None  # None if Python cannot tell
     function: Any = None  # pickled, or a reference to that; None for a method
 
-    @cached_property
+    @property
     def result(self) -> str:
         """The result of a call: "value", or "items" if it yields them."""
         return "items" if self.kind in ("generator", "async_generator") else "value"
@@ -50,20 +50,15 @@ class Method:
         named = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         return named[number] if number < len(named) else number
 
-    @cached_property
-    def check(self) -> Callable[[int, tuple[str, ...]], None]:
+    def check(self, count: int, names: Iterable[str]) -> None:
         """Raise the `TypeError` that a call would raise, for a number of positional arguments and others by name."""
-
-        def check(count: int, names: tuple[str, ...]) -> None:
-            try:
-                if self.signature is not None:
-                    self.signature.bind(*range(count), **dict.fromkeys(names))
-            except TypeError as error:
-                is_timeout = "unexpected" in str(error) and "timeout" in str(error)
-                hint = ". Did you mean timeout, the option of call?" if is_timeout else ""
-                raise TypeError(f"{self.name}{self.signature}: {error}{hint}") from None
-
-        return functools.lru_cache(64)(check)  # a call fits or not whatever the values are
+        try:
+            if self.signature is not None:
+                self.signature.bind(*range(count), **dict.fromkeys(names))
+        except TypeError as error:
+            is_timeout = "unexpected" in str(error) and "timeout" in str(error)
+            hint = ". Did you mean timeout, the option of call?" if is_timeout else ""
+            raise TypeError(f"{self.name}{self.signature}: {error}{hint}") from None
 
 
 @dataclass(frozen=True)
@@ -103,14 +98,10 @@ class WorkerClass:
         kinds = {method.name: method.kind for method in self.methods.values()}
         return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent))
 
-    def find(self, method: "str | Callable[..., Any] | Method") -> Method:
-        """Return what `method` does; a `Method` is returned as it is."""
+    def method(self, method: "str | Callable[..., Any] | Method") -> Method:
+        """Return the method for its name, for a method of the class, or for any other function."""
         if isinstance(method, Method):
             return method
-        return (self.methods.get(method) if isinstance(method, str) else None) or self.method(method)
-
-    def method(self, method: str | Callable[..., Any]) -> Method:
-        """Return the method for a method's name, a method of the class, or any other function."""
         if not isinstance(method, str):
             function = _without_ray(method)
             name = self._name_of(function)
@@ -148,13 +139,6 @@ class WorkerClass:
                 "or return a list"
             )
         return Method(name, kind, signature, pickle_function(function))
-
-
-@dataclass
-class Described:
-    """The class of the workers of a group, as it is described now."""
-
-    worker_class: WorkerClass
 
 
 def full_name(worker: Any) -> str:
@@ -340,7 +324,7 @@ class RayWorkerBuilder:
             ),
         ).remote()
         arguments = Arguments()
-        facts = {"env": dict(environment.variables), "path": list(environment.path)}
+        facts = {"env": dict(environment.variables)}
         ready = handle._fairlead_start.remote(
             facts,
             [arguments.prepare(described.target)],
