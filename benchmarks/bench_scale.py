@@ -26,7 +26,7 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard
 from fairlead_workergroup._arguments import Arguments
-from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan, make_requests
+from fairlead_workergroup._calls.plan import CallOptions, make_columns, make_plan, make_requests
 from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._membership.places import lay_out
 from fairlead_workergroup._membership.provision import WINDOW, create_actors, plan_workers, wait_started
@@ -114,11 +114,11 @@ def simulated_rows() -> Iterator[Row]:
 
 def _call_rows(sharding: NamedSharding, members: Sequence[Member]) -> Iterator[Row]:
     """Measure the plan, the requests and their sending to actors that pickle the arguments, and nothing of Ray."""
-    method, mesh = Method("step", "plain", None), Mesh(sharding)
+    method = Method("step", "plain", None)
     pieces = [np.zeros(1) for _ in range(sharding.shape["dp"])]
 
     def call() -> None:
-        plan = make_plan(mesh, CallOptions(collect=("dp",)))
+        plan = make_plan(sharding, CallOptions(collect=("dp",)))
         batch, rate = Shard(pieces, "dp"), {"lr": 0.1}
         with patch.object(ray, "put", lambda value: value):
             columns = make_columns(method, [batch], rate, plan.column, Arguments().prepare)

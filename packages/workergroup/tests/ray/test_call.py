@@ -98,7 +98,7 @@ class TestViews:
         }
         one = some.at(dp=-1).at(tp=0)
         assert (one.ranks, one.call("rank").result(), one.call("rank", collect=()).result()) == ([7], [7], 7)
-        assert (one.sharding_annotations, one.coords) == (None, {7: {}})
+        assert (one.sharding_annotations.shape, one.coords) == ({"worker": 1}, {7: {"worker": 0}})
         with pytest.raises(ValueError, match="rank 7 would not") as caught:
             one.call("fail", [7]).result()
         assert "rank 7 (dp=1, tp=1)" in caught.value.__notes__[0]

@@ -62,7 +62,7 @@ class ClassicCalls(AddressedWorkers):
             CallTimeoutError: an event loop runs here, and the call would have to wait for a restart or a resize. `call`
                 waits without blocking the loop.
         """
-        sharding = self._target.mesh.sharding
+        sharding = self._target.sharding
         size = sharding.size
         if isinstance(worker_idx, bool) or not isinstance(worker_idx, int):
             raise TypeError(f"worker_idx must be an int, got {worker_idx!r}")
@@ -91,9 +91,9 @@ class ClassicCalls(AddressedWorkers):
             ValueError: an axis does not exist.
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
         """
-        mesh = self._target.mesh
-        plan = make_plan(mesh, CallOptions(first_along=run_rank_0_only_axes))
-        return self._dispatch(mesh.sharding, method_name, plan, args, kwargs, replicate).futures
+        sharding = self._target.sharding
+        plan = make_plan(sharding, CallOptions(first_along=run_rank_0_only_axes))
+        return self._dispatch(sharding, method_name, plan, args, kwargs, replicate).futures
 
     def run_all_workers_multiple_data(
         self,
@@ -125,15 +125,15 @@ class ClassicCalls(AddressedWorkers):
                 f"run_all_workers_multiple_data({method_name!r}) needs at least one list with a value for each worker, "
                 "got none. For the same arguments everywhere, use run_all_workers_single_data."
             )
-        mesh = self._target.mesh
-        plan = make_plan(mesh, CallOptions(first_along=run_rank_0_only_axes))
+        sharding = self._target.sharding
+        plan = make_plan(sharding, CallOptions(first_along=run_rank_0_only_axes))
 
         def column(values: Any) -> Column:
             # Unlike `PerWorker`, NeMo RL accepts a pandas Series, which has keys.
             is_series = hasattr(values, "keys") and not isinstance(values, Mapping)
             return column_per_worker(list(values) if is_series else values, len(plan.called))
 
-        return self._dispatch(mesh.sharding, method_name, plan, args, kwargs, column, common_kwargs).futures
+        return self._dispatch(sharding, method_name, plan, args, kwargs, column, common_kwargs).futures
 
     def run_all_workers_sharded_data(
         self,
@@ -167,7 +167,7 @@ class ClassicCalls(AddressedWorkers):
                 at any depth; or a name is in both `kwargs` and `common_kwargs`.
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
         """
-        sharding = self._target.mesh.sharding
+        sharding = self._target.sharding
         plan = sharding.plan(
             in_sharded_axes=as_axes(in_sharded_axes),
             replicate_on_axes=as_axes(replicate_on_axes),

@@ -13,7 +13,7 @@ from .._replies import ResultStream
 from ..exceptions import StaleGroupError, format_ranks
 from .call import Call, send_call
 from .map import ItemMap, MapOptions, Strategy
-from .plan import Axes, CallOptions, CallPlan, Mesh, explain_plan, make_plan, prepare_call
+from .plan import Axes, CallOptions, CallPlan, explain_plan, make_plan, prepare_call, select, sorted_ranks
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -49,19 +49,18 @@ class Target:
         sharding = core.now.sharding
         self.known = sharding, self._select(sharding)
 
-    def _select(self, sharding: NamedSharding) -> Mesh:
-        mesh = Mesh(sharding)
+    def _select(self, sharding: NamedSharding) -> NamedSharding:
         for coords in self.path:
-            mesh = mesh.at(coords)
-        return mesh
+            sharding = select(sharding, coords)
+        return sharding
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh of the workers."""
-        return self.find_mesh()[1]
+    def sharding(self) -> NamedSharding:
+        """The axes of the workers."""
+        return self.find_axes()[1]
 
-    def find_mesh(self) -> tuple[NamedSharding, Mesh]:
-        """Return the axes of the whole group, and the mesh of the workers on them."""
+    def find_axes(self) -> tuple[NamedSharding, NamedSharding]:
+        """Return the axes of the whole group, and those of the workers."""
         now = self.core.now
         if self.known[0] is not now.sharding:
             try:
@@ -85,8 +84,8 @@ class Target:
         """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive until its end."""
 
         def make() -> tuple[CallPlan, NamedSharding]:
-            sharding, mesh = self.find_mesh()
-            return make_plan(mesh, options), sharding
+            of_group, own = self.find_axes()
+            return make_plan(own, options), of_group
 
         self.core.renew()
         called = self.core.worker_class.method(method)
@@ -132,7 +131,7 @@ class AddressedWorkers:
         """
         target = self._target
         target.core.renew()
-        target.find_mesh()  # refuses a view that has no workers now
+        target.find_axes()  # refuses a view that has no workers now
         path = (*target.path, coords)
         return GroupView(self._owner, Target(target.core, target.map_options, target.options, path))
 
@@ -153,7 +152,7 @@ class AddressedWorkers:
         """
         target = self._target
         all_options = replace(target.options or CallOptions(), **options)
-        make_plan(target.mesh, all_options)
+        make_plan(target.sharding, all_options)
         return GroupView(self._owner, Target(target.core, target.map_options, all_options, target.path))
 
     def map(
@@ -214,7 +213,7 @@ class AddressedWorkers:
                 f"map gives each item to one worker, so the options {given} of this view have no meaning. Use a view "
                 "without them."
             )
-        now, all_ranks = target.core.now, target.mesh.ranks
+        now, all_ranks = target.core.now, sorted_ranks(target.sharding)
         ranks = [rank for rank in all_ranks if now.members[rank].place.tied_rank == 0] or all_ranks
         each = CallOptions((), timeout=options.timeout if timeout is None else timeout)
         map_options = replace(
@@ -248,26 +247,26 @@ class GroupView(AddressedWorkers):
 
     def __repr__(self) -> str:
         target = self._target
-        mesh = target.known[1]
-        shape = {} if mesh.single else mesh.sharding.shape
+        sharding = target.known[1]
         options = "" if target.options is None else f", {target.options}"
-        return f"GroupView({target.core.name_prefix!r}, {shape}, ranks [{format_ranks(mesh.ranks)}]{options})"
+        ranks = format_ranks(sorted_ranks(sharding))
+        return f"GroupView({target.core.name_prefix!r}, {dict(sharding.shape)}, ranks [{ranks}]{options})"
 
     @property
     def ranks(self) -> list[int]:
         """The ranks of the workers in the group, in ascending order."""
-        return self._target.mesh.ranks
+        return sorted_ranks(self._target.sharding)
 
     @property
     def coords(self) -> dict[int, dict[str, int]]:
         """The coordinates of each rank, counted from 0 along the axes that are left."""
-        return self._target.mesh.coords
+        sharding = self._target.sharding
+        return {rank: sharding.get_worker_coords(rank) for rank in sorted_ranks(sharding)}
 
     @property
-    def sharding_annotations(self) -> NamedSharding | None:
-        """The ranks on the axes that are left; None when all axes have been indexed away."""
-        mesh = self._target.mesh
-        return None if mesh.single else mesh.sharding
+    def sharding_annotations(self) -> NamedSharding:
+        """The ranks on the axes that are left; one axis `worker` when all axes have been indexed away."""
+        return self._target.sharding
 
     @property
     def workers(self) -> list[Any]:
@@ -298,7 +297,7 @@ class GroupView(AddressedWorkers):
         target = self._target
         options, kwargs = split_options(target.options, kwargs)
         called = target.core.worker_class.method(method)
-        return explain_plan(make_plan(target.mesh, options), called, args, kwargs)
+        return explain_plan(make_plan(target.sharding, options), called, args, kwargs)
 
 
 def split_options(chosen: CallOptions | None, kwargs: dict[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
