@@ -10,7 +10,7 @@ from fairlead_sharding import NamedSharding
 
 from .._membership.losses import note_known_dead
 from .call import Call, as_call, send_call
-from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, make_plan, prepare_call, replicate
+from .plan import Axes, CallOptions, Column, Recipients, column_per_worker, first_of, make_plan, prepare_call, replicate
 from .results import MultiWorkerFuture
 from .view import AddressedWorkers
 
@@ -92,7 +92,7 @@ class ClassicCalls(AddressedWorkers):
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
         """
         sharding = self._target.sharding
-        plan = make_plan(sharding, CallOptions(first_along=run_rank_0_only_axes))
+        plan = make_plan(first_of(sharding, run_rank_0_only_axes), CallOptions())
         return self._dispatch(sharding, method_name, plan, args, kwargs, replicate).futures
 
     def run_all_workers_multiple_data(
@@ -126,7 +126,7 @@ class ClassicCalls(AddressedWorkers):
                 "got none. For the same arguments everywhere, use run_all_workers_single_data."
             )
         sharding = self._target.sharding
-        plan = make_plan(sharding, CallOptions(first_along=run_rank_0_only_axes))
+        plan = make_plan(first_of(sharding, run_rank_0_only_axes), CallOptions())
 
         def column(values: Any) -> Column:
             # Unlike `PerWorker`, NeMo RL accepts a pandas Series, which has keys.
@@ -169,9 +169,9 @@ class ClassicCalls(AddressedWorkers):
         """
         sharding = self._target.sharding
         plan = sharding.plan(
-            in_sharded_axes=as_axes(in_sharded_axes),
-            replicate_on_axes=as_axes(replicate_on_axes),
-            output_is_replicated=as_axes(output_is_replicated),
+            in_sharded_axes=in_sharded_axes or (),
+            replicate_on_axes=replicate_on_axes or (),
+            output_is_replicated=output_is_replicated or (),
             make_dummy_calls_to_free_axes=make_dummy_calls_to_free_axes,
         )
         recipients = Recipients(plan.called.tolist(), plan.returned.tolist(), plan.answers.tolist())

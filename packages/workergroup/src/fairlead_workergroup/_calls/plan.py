@@ -36,7 +36,6 @@ class CallOptions:
     """The options of a call, which are the keywords of `RayWorkerGroup.call`."""
 
     collect: Axes = None
-    first_along: Axes = ()
     timeout: float | None = field(default=None, compare=False)  # the plan of a call depends on the others only
     retries: int = field(default=0, compare=False)
     discard: bool = False
@@ -49,8 +48,6 @@ class CallOptions:
         # Axes may come as an iterator, which can be read only once. `__dict__` bypasses the frozen dataclass.
         if self.collect is not None:
             self.__dict__["collect"] = as_axes(self.collect)
-        if self.first_along != ():
-            self.__dict__["first_along"] = as_axes(self.first_along)
 
 
 def select(sharding: NamedSharding, coords: Mapping[str, int | slice]) -> NamedSharding:
@@ -58,6 +55,11 @@ def select(sharding: NamedSharding, coords: Mapping[str, int | slice]) -> NamedS
     check_axes(sharding, coords)
     selected = sharding.at(**coords) if coords else sharding
     return selected if isinstance(selected, NamedSharding) else NamedSharding([selected], ["worker"])
+
+
+def first_of(sharding: NamedSharding, axes: Axes) -> NamedSharding:
+    """Return the axes of the workers at coordinate 0 along some axes."""
+    return select(sharding, dict.fromkeys(as_axes(axes), 0))
 
 
 def check_axes(sharding: NamedSharding, axes: Iterable[str]) -> None:
@@ -119,7 +121,6 @@ class CallPlan(Recipients):
     """The recipients of a call, in ascending order, with which it finds the piece of each argument for each of them."""
 
     sharding: NamedSharding
-    coordinate_0: tuple[str, ...]  # axes along which only coordinate 0 is called
 
     def column(self, value: Any) -> Column:
         """Return an argument as a column. It is replicated unless it is a `Shard` or a `PerWorker`."""
@@ -131,9 +132,7 @@ class CallPlan(Recipients):
 
     def _shard_column(self, shard: Shard) -> Column:
         check_axes(self.sharding, shard.axes)
-        if uncalled := [axis for axis in shard.axes if axis in self.coordinate_0]:
-            raise ValueError(f"cannot be split along {uncalled}, of which only coordinate 0 is called")
-        others = [axis for axis in self.sharding.names if axis not in (*shard.axes, *self.coordinate_0)]
+        others = [axis for axis in self.sharding.names if axis not in shard.axes]
         layout = self.sharding.plan(in_sharded_axes=shard.axes, replicate_on_axes=others)
         if isinstance(shard.values, PassedOn):
             pieces = shard.values.as_arguments()
@@ -317,26 +316,19 @@ def prepare_call(
 @lru_cache(maxsize=64)
 def make_plan(sharding: NamedSharding, options: CallOptions) -> CallPlan:
     """Plan a call; `RayWorkerGroup.call` describes the options."""
-    collect: Any = options.collect  # a tuple or None, as those of `first_along` are
-    first, discard = as_axes(options.first_along), options.discard
-    for axes in (collect or (), first):
-        check_axes(sharding, axes)
-        if len(set(axes)) != len(axes):
-            raise ValueError(f"an axis is named twice: {list(axes)}")
-    if both := [axis for axis in collect or () if axis in first]:
-        raise ValueError(f"axes {both} cannot be collected: with first_along only their coordinate 0 is called")
-    if discard and collect is not None:
+    collect: Any = options.collect  # a tuple or None
+    check_axes(sharding, collect or ())
+    if len(set(collect or ())) != len(collect or ()):
+        raise ValueError(f"an axis is named twice: {list(collect)}")
+    if options.discard and collect is not None:
         raise ValueError(f"discard=True returns no results, so there is nothing to collect along {list(collect)}")
     names = sharding.names
-    answering = names if collect is None else collect
-    plan = sharding.plan(
-        replicate_on_axes=[axis for axis in names if axis not in first],
-        output_is_replicated=[axis for axis in names if axis not in answering],
-    )
+    silent = [] if collect is None else [axis for axis in names if axis not in collect]
+    plan = sharding.plan(replicate_on_axes=names, output_is_replicated=silent)
     called, returned, answers = plan.called.tolist(), plan.returned, plan.answers
     if collect:
         pieces = sharding.plan(in_sharded_axes=collect)
         returned = pieces.called[np.argsort(pieces.piece)]
-    if discard:
+    if options.discard:
         returned, answers = returned[:0], np.zeros_like(answers)
-    return CallPlan(called, returned.tolist(), None if answers.all() else answers.tolist(), sharding, first)
+    return CallPlan(called, returned.tolist(), None if answers.all() else answers.tolist(), sharding)

@@ -26,7 +26,6 @@ class ViewOptions(TypedDict, total=False):
     """The fields of `CallOptions`, each of which may be missing."""
 
     collect: Axes
-    first_along: Axes
     timeout: float | None
     retries: int
     discard: bool
@@ -141,7 +140,7 @@ class AddressedWorkers:
         Use it for methods that have parameters with the names of options.
 
         Args:
-            options: `collect`, `first_along`, `timeout`, `retries` and `discard`, as for `call`. Options that are not
+            options: `collect`, `timeout`, `retries` and `discard`, as for `call`. Options that are not
                 given stay as they are.
 
         Returns:
@@ -207,7 +206,7 @@ class AddressedWorkers:
         target = self._target
         target.core.renew()
         options = target.options or CallOptions()
-        names = ("collect", "first_along", "retries", "discard")
+        names = ("collect", "retries", "discard")
         if given := [name for name in names if getattr(options, name) not in (None, (), False)]:
             raise ValueError(
                 f"map gives each item to one worker, so the options {given} of this view have no meaning. Use a view "
@@ -318,7 +317,6 @@ class TypedCalls(AddressedWorkers):
         /,
         *args: Any,
         collect: Axes = None,
-        first_along: Axes = (),
         timeout: float | None = None,
         retries: int = 0,
         discard: bool = False,
@@ -346,7 +344,6 @@ class TypedCalls(AddressedWorkers):
         /,
         *args: Any,
         collect: Axes = None,
-        first_along: Axes = (),
         timeout: float | None = None,
         retries: int = 0,
         discard: bool = False,
@@ -373,7 +370,6 @@ class TypedCalls(AddressedWorkers):
             collect: None if every called worker returns a result, which makes a list by rank. With axes, one worker for
                 each coordinate along them returns a result, the one at coordinate 0 of all other axes; the list is
                 row-major in the order given. With `()`, one worker returns a result.
-            first_along: axes along which only coordinate 0 is called.
             timeout: the seconds from now until `CallTimeoutError`; None uses the group's `Timeouts.call_s`.
             retries: how often `result` and `await` repeat the call on workers that were lost, after their restart; with
                 `Restart(scope="group")`, on all workers. Needs a group with `Restart(on_failure=True)`.
@@ -391,5 +387,5 @@ class TypedCalls(AddressedWorkers):
             WorkerFailureError: a worker that would be called is known to be dead, and the group does not restart it.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        options = CallOptions(collect, first_along, timeout, retries, discard)
+        options = CallOptions(collect, timeout, retries, discard)
         return self._target.call(self, method, options, args, kwargs)
