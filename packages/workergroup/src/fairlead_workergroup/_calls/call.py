@@ -55,13 +55,15 @@ def call_hook(core: Core, method: str, ranks: Sequence[int], deadline: Deadline)
     return Call(core, None, call, core.send(call))
 
 
-def as_call(core: Core, owner: object, futures: MultiWorkerFuture | Sequence[Any]) -> "Call[Any]":
+def as_call(
+    core: Core, owner: object, futures: MultiWorkerFuture | Sequence[Any], timeout_s: float | None = None
+) -> "Call[Any]":
     """Return a call; in place of futures, one that waits for them as if they were of a call that is made now."""
     if isinstance(futures, Call):
         return futures
     bundle = futures if isinstance(futures, MultiWorkerFuture) else MultiWorkerFuture(list(futures))
     kind = "generator" if any(map(is_stream, bundle.futures)) else "plain"
-    began, deadline = _world.current.now(), Deadline.after(core.call_timeout_s)
+    began, deadline = _world.current.now(), Deadline.after(core.call_timeout_s if timeout_s is None else timeout_s)
     call = PlannedCall(Method("a method", kind, None), recipients_of(bundle), (), began, deadline, CallOptions())
     return Call(core, owner, call, Sent(call, bundle.futures, core.now.group_epoch))
 
