@@ -217,6 +217,7 @@ class Core:
             self.ending = True
             self.handles, self.worker_metadata = [], []
             self.advance(phase="ended")
+        self.refuse_waiting()
 
     # Calls.
 

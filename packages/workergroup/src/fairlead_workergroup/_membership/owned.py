@@ -157,7 +157,7 @@ class Shutdown:
 
     def run(self, cleanup_method: str | None, timeout: float | None, *, force: bool) -> bool:
         """End the group; see `RayWorkerGroup.shutdown`. It takes no lock that a signal handler's thread may hold."""
-        until, me, clean = Deadline.after(timeout), _world.current.thread(), False
+        until, me, is_clean = Deadline.after(timeout), _world.current.thread(), False
         self._core.ending = True
         if force:
             self._is_forced.set()
@@ -172,27 +172,23 @@ class Shutdown:
         self._thread = me
         try:
             self._core.refuse_waiting()
-            clean = cleanup_method is None or force or self._clean_up(cleanup_method, until)
+            is_clean = cleanup_method is None or force or self._clean_up(cleanup_method, until)
         finally:
             try:
-                self._end(until, clean=clean)
+                is_returned = self._end(until)
+                self._succeeded = self._changes.join(Deadline.after(JOIN_S)) and is_clean and is_returned
             finally:
                 self._ended.set()
         return self._succeeded
 
-    def _end(self, until: Deadline, *, clean: bool) -> None:
-        is_returned = False
+    def _end(self, until: Deadline) -> bool:
         try:
             self._core.end()
-            self._core.refuse_waiting()
-        finally:
-            try:
-                is_returned = self._owned.close(until)
-            except BaseException:  # Ctrl-C, perhaps before anything was taken out of the tables
-                self._owned.close(until)
-                raise
-            finally:
-                self._succeeded = self._changes.join(Deadline.after(JOIN_S)) and clean and is_returned
+            return self._owned.close(until)
+        except BaseException:  # Ctrl-C: what has been done is not done again
+            self._core.end()
+            self._owned.close(until)
+            raise
 
     def _clean_up(self, cleanup_method: str, until: Deadline) -> bool:
         """Run the user's method on the living workers; return whether all went well."""

@@ -56,7 +56,8 @@ class Method:
             if self.signature is not None:
                 self.signature.bind(*range(count), **dict.fromkeys(names))
         except TypeError as error:
-            raise TypeError(f"{self.name}{self.signature}: {error}") from None
+            parameters = str(self.signature).replace("Ellipsis", "...")  # stands for a default
+            raise TypeError(f"{self.name}{parameters}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class WorkerClass:
         return cls(
             data["target"],
             data["class"],
-            {name: Method(name, kind, _signature(parameters)) for name, kind, parameters in data["methods"]},
+            {method[0]: Method(*method) for method in data["methods"]},
             concurrent=data["concurrent"],
             full_names=data["full_names"],
             plain=data,
@@ -378,26 +379,6 @@ def _without_ray(function: Any) -> Any:
         if getattr(getattr(owner, name, None), "__func__", None) is function.__func__:
             return getattr(cls, name)
     return function
-
-
-class _Default:
-    """Stands for the default of a parameter, which the driver does not know."""
-
-    def __repr__(self) -> str:
-        return "..."
-
-
-def _signature(parameters: Sequence[tuple[str, str, bool]] | None) -> inspect.Signature | None:
-    if parameters is None:
-        return None
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                name, getattr(inspect.Parameter, kind), default=inspect.Parameter.empty if required else _Default()
-            )
-            for name, kind, required in parameters
-        ]
-    )
 
 
 def function_name(function: Callable[..., Any]) -> str:
