@@ -134,7 +134,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             token=token,
             concurrent=async_communication,
             start_timeout_s=float(timeouts.start_s),
-            hooks=[name for name in (restart.method, elastic.on_resize) if name is not None],
+            on_resize=elastic.on_resize,
         )
         self.cluster = cluster
         self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
@@ -143,7 +143,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self.name_prefix, places, sharding, policy=restart, call_timeout_s=timeouts.call_s, memory_limit=limit
         )
         self._own_target = Target(core, Mesh(sharding), sharding, map_options)
-        self._assemble(spec, restart.method, elastic.on_resize)
+        self._assemble(spec)
         self._start()
 
     def _lay_out(
@@ -160,11 +160,11 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         sharding = check_sharding(given, len(places))
         return tuple(replace(place, coords=sharding.get_worker_coords(place.rank)) for place in places), sharding
 
-    def _assemble(self, spec: GroupSpec, on_restart: str | None, on_resize: str | None) -> None:
+    def _assemble(self, spec: GroupSpec) -> None:
         """Make the parts around the core of the group."""
         core = self._core
         self._provisioner = Provisioner(spec, core, Owned(core), getattr(self.cluster, "port_range", None))
-        self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
+        self._changes = Changes(core, self._provisioner, partial(call_hook, core))
         core.changes = self._changes
         self._shutdown = Shutdown(core, self._changes, self._provisioner.owned)
 

@@ -72,14 +72,10 @@ class Change:
 class Changes:
     """The changes of one group. The lock protects the queue: there is a thread while there is work, and only one."""
 
-    def __init__(
-        self, core: Core, provisioner: Provisioner, run_hook: RunHook, on_restart: str | None, on_resize: str | None
-    ) -> None:
+    def __init__(self, core: Core, provisioner: Provisioner, run_hook: RunHook) -> None:
         self._core = core
         self._provisioner = provisioner
         self._run_hook = run_hook
-        self._on_restart = on_restart
-        self._on_resize = on_resize
         self._lock = _world.current.lock()
         self._queue: deque[Change] = deque()
         self._running: Change | None = None
@@ -210,8 +206,8 @@ class Changes:
             self._provisioner.publish()
         again = sorted({*plan.replaced} | (run.started.keys() & run.before.lost.keys()))
         everybody = range(len(after.members)) if plan.follows else ()
-        hooks, ends = (("Restart.method", self._on_restart, again), ("on_resize", self._on_resize, everybody)), {}
-        for hook, method, ranks in hooks:
+        on_resize, ends = self._provisioner.spec.on_resize, {}
+        for hook, method, ranks in (("Restart.method", core.policy.method, again), ("on_resize", on_resize, everybody)):
             if method is not None and ranks:
                 call = self._run_hook(method, ranks, run.until)
                 for rank, future in zip(call.called_workers, call.futures, strict=True):

@@ -193,7 +193,7 @@ class Shutdown:
     def _clean_up(self, cleanup_method: str, until: Deadline) -> bool:
         """Run the user's method on the living workers; return whether all went well."""
         core = self._core
-        if not core.handles or not core.connected:
+        if not core.is_there or not core.connected:
             return True
         # A change that is under way gives up at its next step. Until then it may end a worker under its cleanup.
         self._changes.join(until.sooner(Deadline.after(JOIN_S)))

@@ -6,7 +6,7 @@ import itertools
 import os
 import queue
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -76,7 +76,7 @@ class GroupSpec:
     token: str  # identifies the group among all groups of all drivers
     concurrent: bool | Literal["auto"]  # whether async methods overlap; "auto" if there are any
     start_timeout_s: float
-    hooks: Collection[str] = ()  # the methods of the class that changes of the group call
+    on_resize: str | None = None  # a method of the class that all workers run in the new epoch of a resize
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Provisioner:
         self._core = core
         self._ports = read_master_ports(spec.options) or ports  # the first and the last one; None for any ports
         self._now: Staged | None = None  # the present epoch
-        self._arguments: _StoredArguments | None = None
+        self._arguments: tuple[Any, list[Any], dict[str, Any]] | None = None  # see `_store_arguments`
         self._publication: Publication | None = None
 
     @property
@@ -142,9 +142,9 @@ class Provisioner:
         if callable(given := self.spec.env_vars):
             check_env_vars(given(places[0]))  # this logs what workers do not get
         self._core.worker_class = described
-        for name in self.spec.hooks:
+        for name in filter(None, (self._core.policy.method, self.spec.on_resize)):
             described.method(name).check(0, ())
-        self._arguments = _StoredArguments(self.spec.builder, described)
+        self._arguments = _store_arguments(self.spec.builder, described)
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         builder = RayWorkerBuilder(self.spec.builder.worker).with_methods(*self.spec.builder.methods)
         self.spec = dataclasses.replace(self.spec, builder=builder)
@@ -261,9 +261,10 @@ class Provisioner:
 
     def _construct(self, staged: Staged, members: Mapping[int, Member], until: Deadline) -> dict[int, Member]:
         """Send the facts and the constructor's arguments to new actors, and wait until they have started."""
-        spec, arguments = self.spec, self._arguments
-        if arguments is None:
+        spec = self.spec
+        if self._arguments is None:
             raise self._core.ended_error()
+        target, args, init_kwargs = self._arguments
         configured = Arguments()
         shared = {
             "communication_backend": getattr(spec.cluster, "communication_backend", None),
@@ -286,7 +287,7 @@ class Provisioner:
             kwargs = {name: configured.prepare(value) for name, value in worker.init_kwargs.items()}
             # The lists keep Ray from resolving the references: the host fetches them once the environment is set.
             start = member.handle._fairlead_start.remote
-            refs.append(start(facts, [arguments.target], arguments.args, {**arguments.kwargs, **kwargs}))
+            refs.append(start(facts, [target], args, {**init_kwargs, **kwargs}))
         answers = wait_started(
             refs,
             [*members.values()],
@@ -315,20 +316,19 @@ def store_layout(sharding: NamedSharding) -> Any:
     return Arguments().prepare(layout) if "ranks" in layout else layout
 
 
-class _StoredArguments:
-    """The constructor's arguments, stored once for as long as the group lives."""
+def _store_arguments(builder: RayWorkerBuilder, described: WorkerClass) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Store what a worker loads its class from, and the constructor's arguments, once for the life of the group."""
+    stored = Arguments()
 
-    def __init__(self, builder: RayWorkerBuilder, described: WorkerClass) -> None:
-        self._stored = Arguments()
-        self.target = self._stored.prepare(described.target)  # the full name of the class, or its pickled bytes
-        self.args = [self._prepare(described, number, value) for number, value in enumerate(builder.args)]
-        self.kwargs = {name: self._prepare(described, name, value) for name, value in builder.kwargs.items()}
-
-    def _prepare(self, described: WorkerClass, name: object, value: Any) -> Any:
+    def prepare(name: object, value: Any) -> Any:
         try:
-            return self._stored.prepare(value)
+            return stored.prepare(value)
         except NotPicklableError as error:
             raise TypeError(f"argument {name!r} of the constructor of {described.name!r}: {error}") from None
+
+    args = [prepare(number, value) for number, value in enumerate(builder.args)]
+    kwargs = {name: prepare(name, value) for name, value in builder.kwargs.items()}
+    return stored.prepare(described.target), args, kwargs
 
 
 # The steps of a start.
