@@ -4,7 +4,7 @@
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
@@ -52,9 +52,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         bundle_indices_list: instead of `workers_per_node`, `(node_idx, [Ray's bundle indices])` for each *tied group*,
             whose workers share one model copy.
         sharding_annotations: the axes over the ranks; one axis `worker` if None.
-        env_vars: environment variables of the workers, or a function that returns those of the worker at a `Place`, of
-            the same names for all. The driver's environment is not copied to them. The variables of ranks, `RAY_*` and
-            those that choose devices are left out, with a warning.
+        env_vars: environment variables of the workers. The driver's environment is not copied to them. The variables of
+            ranks, `RAY_*` and those that choose devices are left out, with a warning.
         python: the Python of the workers: a `VenvSpec` or a uv command, which is built on their nodes if necessary, or
             the path of an interpreter that all nodes have. None is the entry of the class in `actor_environments` of
             fairlead-venvs, and without an entry the driver's Python. It must have the cluster's version of Ray, and
@@ -98,7 +97,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         name_prefix: str = "",
         bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
         sharding_annotations: NamedSharding | None = None,
-        env_vars: Mapping[str, str] | Callable[[Place], Mapping[str, str]] | None = None,
+        env_vars: Mapping[str, str] | None = None,
         *,
         python: str | VenvSpec | None = None,
         restart: Restart | None = None,
@@ -112,7 +111,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         builder = remote_worker_builder
         if not isinstance(builder, RayWorkerBuilder):
             builder = RayWorkerBuilder(builder)
-        env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars)
         if async_communication not in (True, False, "auto"):
             raise ValueError(f"async_communication must be True, False or 'auto', got {async_communication!r}")
         restart = read_restart(restart, flat, RayWorkerGroup.__init__)
@@ -127,7 +125,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             cluster=cluster,
             builder=builder,
             python=choose_python(python, builder.ray_actor_class_fqn),
-            env_vars=env_vars,
+            env_vars=check_env_vars(env_vars),
             options=read_option("worker", worker, WorkerOptions),
             compression=check_compression(flat.get("enable_gradient_compression", False)),
             memory_limit=limit,

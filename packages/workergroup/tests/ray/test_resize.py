@@ -420,21 +420,20 @@ class Described:
         return None
 
 
-def test_variables_of_each_place(cluster):
-    """A function's variables follow a resize. Hidden methods are called by name, by handles too, and traced by it."""
+def test_hidden_methods(cluster):
+    """Hidden methods are called by name, by handles too, and the variables of ranks follow a resize."""
     builder = RayWorkerBuilder(Described).with_methods("_variable")
     with RayWorkerGroup(
         cluster,
         builder,
         workers_per_node=[2],
         sharding_annotations=AXES,
-        env_vars=lambda place: {"RAY_LOCAL_WORLD_SIZE": str(place.local_world_size)},
         async_communication="auto",
     ) as group:
-        assert group.call("_variable", "RAY_LOCAL_WORLD_SIZE").result() == ["2", "2"]
+        assert group.call("_variable", "LOCAL_WORLD_SIZE").result() == ["2", "2"]
         group.resize(dp=3)
         wait_until_published(group)
-        assert group.handle().call("_variable", "RAY_LOCAL_WORLD_SIZE").result() == ["3"] * 3
+        assert group.handle().call("_variable", "LOCAL_WORLD_SIZE").result() == ["3"] * 3
         assert ray.get(group.workers[2]._variable.remote("RANK")) == "2"
         assert group.call("nothing").result() == [None] * 3
         view = group.at(dp=0)

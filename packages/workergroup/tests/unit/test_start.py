@@ -2,7 +2,6 @@
 """The start of a group without Ray: the slots and the variables of its workers."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +10,6 @@ from fairlead_placement.extension import count_bundles
 from fairlead_workergroup._launch import _count_for_each_node
 from fairlead_workergroup._membership.losses import start_error
 from fairlead_workergroup._membership.places import lay_out
-from fairlead_workergroup._membership.provision import plan_workers
 from fairlead_workergroup._model import Member
 from fairlead_workergroup._start.environment import (
     RANK_VARIABLES,
@@ -19,7 +17,6 @@ from fairlead_workergroup._start.environment import (
     forwarded_variables,
     worker_environment,
 )
-from fairlead_workergroup._start.worker_class import WorkerClass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,10 +200,9 @@ class TestLayers:
         assert check_env_vars({name: "1", "MINE": "2"}) == {"MINE": "2"}
 
     def test_left_out(self, caplog):
-        """All names of env_vars that workers do not get are in one line, and those of a function too are left out."""
+        """All names of env_vars that workers do not get are in one line."""
         given = {"RANK": "7", "MASTER_ADDR": "a", "RAY_JOB_ID": "1", "MINE": "2"}
         assert check_env_vars(given) == {"MINE": "2"}
-        assert [plan.environment.variables["MINE"] for plan in make_plans(3, lambda place: given)] == ["2"] * 3
         lines = [one.getMessage() for one in caplog.records]
         assert [line.partition(" of env_vars")[0] for line in lines] == [
             "Workers do not get MASTER_ADDR, RANK, RAY_JOB_ID"
@@ -224,49 +220,6 @@ class TestLayers:
         made = make_environment(of_user={"OMP_NUM_THREADS": "2", **new})
         assert made.loader_variables == new
         assert made.variables == {"OMP_NUM_THREADS": "2"}
-
-
-def make_plans(count, env_vars):
-    """Return the plans of workers on one node."""
-    group = SimpleNamespace(id="group", bundle_specs=[{"CPU": 1.0}] * count)
-    slots_of_node = [
-        Slot(
-            placement_group=group,
-            bundle_index=at,
-            node_idx=0,
-            node_id="node",
-            node_ip="10.0.0.1",
-            node_rank=0,
-            local_rank=at,
-            worker_resources={"CPU": 1.0},
-        )
-        for at in range(count)
-    ]
-    return plan_workers(
-        lay_out(slots_of_node, prefix="p"),
-        WorkerClass("a.B", "B", {}),
-        env_vars=env_vars,
-        python={},
-    )
-
-
-class TestEachPlace:
-    def test_values(self):
-        """A function gives each worker its own variables, which a change of the group may change."""
-        plans = make_plans(2, lambda place: {"RAY_LOCAL_WORLD_SIZE": str(place.local_world_size), "ME": place.name})
-        assert [plan.environment.variables["RAY_LOCAL_WORLD_SIZE"] for plan in plans] == ["2", "2"]
-        assert [plan.environment.variables["ME"] for plan in plans] == ["p-0-0", "p-0-1"]
-        assert plans[0].of_rank == {*RANK_VARIABLES, "RAY_LOCAL_WORLD_SIZE", "ME"}
-        assert make_plans(1, {"ME": "1"})[0].of_rank == {*RANK_VARIABLES}
-
-    def test_refusals(self):
-        """The names and values are checked as those of a mapping are."""
-        with pytest.raises(TypeError, match="env_vars must map names to strings"):
-            make_plans(1, lambda place: {"ME": place.rank})
-        with pytest.raises(TypeError, match=r"env_vars must return a mapping .* got None"):
-            make_plans(1, lambda place: None)
-        with pytest.raises(ValueError, match=r"\['LEADER'\] are there for some only"):
-            make_plans(2, lambda place: {"LEADER": "1"} if place.rank == 0 else {})
 
 
 def test_wrong_constructor_arguments():

@@ -27,18 +27,15 @@ from .._observe.progress_bar import Bar
 from .._observe.query import look_at_starts
 from .._start.environment import (
     RANK_VARIABLES,
-    EnvVars,
     WorkerEnvironment,
     WorkerOptions,
     actor_options,
-    check_env_vars,
     device_facts,
     forwarded_variables,
     prepare_python,
     read_master_ports,
     recursive_merge_options,
     start_variables,
-    variables_at,
     worker_environment,
 )
 from .._start.worker_class import RayWorkerBuilder, WorkerClass, describe_class
@@ -69,7 +66,7 @@ class GroupSpec:
     cluster: RayVirtualCluster | Sequence[Slot]
     builder: RayWorkerBuilder
     python: str | VenvSpec | None
-    env_vars: EnvVars
+    env_vars: Mapping[str, str]
     options: WorkerOptions
     compression: str | None  # of gradients
     memory_limit: int
@@ -87,7 +84,6 @@ class WorkerPlan:
     options: Mapping[str, Any]
     environment: WorkerEnvironment
     init_kwargs: Mapping[str, Any]
-    of_rank: frozenset[str]  # the names of its variables that a change of the group may change
 
 
 @dataclass
@@ -103,7 +99,7 @@ class Staged:
         assert self.lease is not None
         return tuple(
             {
-                **{name: value for name, value in worker.environment.variables.items() if name in worker.of_rank},
+                **{name: value for name, value in worker.environment.variables.items() if name in RANK_VARIABLES},
                 "MASTER_PORT": str(self.lease.port),
             }
             for worker in self.workers
@@ -139,8 +135,6 @@ class Provisioner:
         # Before anything else, because other processes may have it.
         lease = None if self.spec.options.master_port is None else self._lease_port(places[0].slot, until)
         described, workers = self._plan(places, until)
-        if callable(given := self.spec.env_vars):
-            check_env_vars(given(places[0]))  # this logs what workers do not get
         self._core.worker_class = described
         for name in filter(None, (self._core.policy.method, self.spec.on_resize)):
             described.method(name).check(0, ())
@@ -247,7 +241,7 @@ class Provisioner:
         python = prepare_python(spec.python, nodes, timeout_s=until.left() or 0.0)
         per_node = getattr(spec.cluster, "num_gpus_per_node", None)
         # The class, or its libraries, may need these variables to be found.
-        variables = start_variables(variables_at(spec.env_vars, places[0]))
+        variables = start_variables(spec.env_vars)
         described = describe_class(
             spec.builder.worker,
             spec.builder.methods,
@@ -338,7 +332,7 @@ def plan_workers(
     places: Sequence[Place],
     described: WorkerClass,
     *,
-    env_vars: EnvVars,
+    env_vars: Mapping[str, str],
     python: Mapping[str, Any],
 ) -> list[WorkerPlan]:
     """Return the options and the environment of every worker. Pure, except that it reads the driver's environment."""
@@ -347,17 +341,13 @@ def plan_workers(
     of_class = class_env.pop("env_vars", {})
     shared = {**class_env, **python}
     plans = []
-    given = [variables_at(env_vars, place) for place in places]
-    # A worker that moves would keep a variable that its next place has no value for.
-    if some := {name for variables in given for name in variables.keys() ^ given[0].keys()}:
-        raise ValueError(f"env_vars must return the same names for all places; {sorted(some)} are there for some only")
-    for place, of_user in zip(places, given, strict=True):
+    for place in places:
         resources, configured_env, init_kwargs, overrides = described.configuration(place.rank)
         environment = worker_environment(
             driver=forwarded,
             of_class=of_class,
             of_slot=place.slot.env,
-            of_user=of_user,
+            of_user=env_vars,
             of_rank={  # without MASTER_PORT, which is leased while the actors start
                 "RANK": str(place.rank),
                 "WORLD_SIZE": str(len(places)),
@@ -378,8 +368,7 @@ def plan_workers(
             runtime_env=runtime_env,
             concurrent=described.concurrent,
         )
-        of_rank = frozenset((*RANK_VARIABLES, *of_user)) if callable(env_vars) else frozenset(RANK_VARIABLES)
-        plans.append(WorkerPlan(place, options, environment, init_kwargs, of_rank))
+        plans.append(WorkerPlan(place, options, environment, init_kwargs))
     return plans
 
 

@@ -10,9 +10,9 @@ import fnmatch
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from fairlead_placement import Slot
 from fairlead_venvs import VenvError, VenvNodesError, VenvSpec, ensure_worker_env, known_actor_environments
@@ -21,8 +21,6 @@ from .._model import Place
 from ..exceptions import WorkerStartError
 
 logger = logging.getLogger(__name__)
-
-EnvVars: TypeAlias = Mapping[str, str] | Callable[[Place], Mapping[str, str]]
 
 NONE: Mapping[str, str] = {}
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -76,28 +74,19 @@ class WorkerEnvironment:
     loader_variables: Mapping[str, str] = field(default_factory=dict)  # set by Ray, in a new process
 
 
-def variables_at(env_vars: EnvVars, place: Place) -> Mapping[str, str]:
-    """Return the user's variables of the worker at a place."""
-    if not callable(env_vars):
-        return env_vars
-    if not isinstance(given := env_vars(place), Mapping):
-        raise TypeError(f"env_vars must return a mapping from names to strings for each place, got {given!r}")
-    return check_env_vars(given, is_logged=False)  # it is asked for each place, and again when the group changes
-
-
-def check_env_vars(env_vars: Mapping[str, str] | None, *, is_logged: bool = True) -> dict[str, str]:
+def check_env_vars(env_vars: Mapping[str, str] | None) -> dict[str, str]:
     """Return a copy without the names that Ray or the group sets, which are logged; refuse what is not text.
 
     A driver under torchrun, Slurm or KubeRay has such names in the `os.environ` that its user passes on.
     """
     env_vars = {} if env_vars is None else env_vars
     if not isinstance(env_vars, Mapping):
-        raise TypeError(f"env_vars must be a mapping from names to strings, or a function of a place, got {env_vars!r}")
+        raise TypeError(f"env_vars must be a mapping from names to strings, got {env_vars!r}")
     for name, value in env_vars.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env_vars must map names to strings, got {name!r}: {type(value).__name__}")
     dropped = sorted(name for name in env_vars if _matches(name, NEVER) and name not in OF_FRAMEWORKS)
-    if dropped and is_logged:
+    if dropped:
         logger.warning(
             "Workers do not get %s of env_vars: the group sets the variables of ranks, Ray chooses the devices, and "
             "RAY_* belongs to each process.",
