@@ -399,9 +399,8 @@ class Core:
         reason = self.explain_limit(rank for rank in ranks if rank < len(self.now.members))
         if reason or not self.policy.on_failure:
             return reason
-        if self.restarts_all:
-            return f"The next call restarts the whole group first, whichever ranks it calls. Repeat this call. {STATE}"
-        return f"The next call that reaches these ranks starts them again. Repeat this call. {STATE}"
+        others = ", and all others with them" * self.restarts_all
+        return f"The next call that needs these ranks starts them again{others}. Repeat this call. {STATE}"
 
     def unsent_error(self, call: PlannedCall) -> CallTimeoutError:
         ranks = self.now.restarting

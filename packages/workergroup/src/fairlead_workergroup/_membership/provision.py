@@ -27,7 +27,6 @@ from .._observe.progress_bar import Bar
 from .._observe.query import look_at_starts
 from .._start.environment import (
     RANK_VARIABLES,
-    WorkerEnvironment,
     WorkerOptions,
     actor_options,
     device_facts,
@@ -82,7 +81,7 @@ class WorkerPlan:
 
     place: Place
     options: Mapping[str, Any]
-    environment: WorkerEnvironment
+    variables: Mapping[str, str]
     init_kwargs: Mapping[str, Any]
 
 
@@ -99,7 +98,7 @@ class Staged:
         assert self.lease is not None
         return tuple(
             {
-                **{name: value for name, value in worker.environment.variables.items() if name in RANK_VARIABLES},
+                **{name: value for name, value in worker.variables.items() if name in RANK_VARIABLES},
                 "MASTER_PORT": str(self.lease.port),
             }
             for worker in self.workers
@@ -275,7 +274,7 @@ class Provisioner:
                 **mine,
                 "tree": member.mark,
                 "memory_limit": spec.memory_limit,
-                "env": {**worker.environment.variables, **mine["env"]},
+                "env": {**worker.variables, **mine["env"]},
                 "devices": device_facts(worker.place, slots_on[worker.place.slot.node_id], spec.options),
             }
             kwargs = {name: configured.prepare(value) for name, value in worker.init_kwargs.items()}
@@ -343,7 +342,7 @@ def plan_workers(
     plans = []
     for place in places:
         resources, configured_env, init_kwargs, overrides = described.configuration(place.rank)
-        environment = worker_environment(
+        variables, loader_variables = worker_environment(
             driver=forwarded,
             of_class=of_class,
             of_slot=place.slot.env,
@@ -359,8 +358,8 @@ def plan_workers(
             configured={**overrides.get("env_vars", {}), **configured_env},
         )
         runtime_env = recursive_merge_options(shared, {n: v for n, v in overrides.items() if n != "env_vars"})
-        if environment.loader_variables:
-            runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **environment.loader_variables}
+        if loader_variables:
+            runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **loader_variables}
         options = actor_options(
             place.slot,
             of_class=described.options,
@@ -368,7 +367,7 @@ def plan_workers(
             runtime_env=runtime_env,
             concurrent=described.concurrent,
         )
-        plans.append(WorkerPlan(place, options, environment, init_kwargs))
+        plans.append(WorkerPlan(place, options, variables, init_kwargs))
     return plans
 
 

@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fairlead_placement import Slot
@@ -66,14 +66,6 @@ _OURS = (
 )
 
 
-@dataclass(frozen=True)
-class WorkerEnvironment:
-    """The environment of one worker, split by who sets it."""
-
-    variables: Mapping[str, str] = field(default_factory=dict)  # set by the host before it imports the user's class
-    loader_variables: Mapping[str, str] = field(default_factory=dict)  # set by Ray, in a new process
-
-
 def check_env_vars(env_vars: Mapping[str, str] | None) -> dict[str, str]:
     """Return a copy without the names that Ray or the group sets, which are logged; refuse what is not text.
 
@@ -113,16 +105,16 @@ def worker_environment(
     of_user: Mapping[str, str] = NONE,
     of_rank: Mapping[str, str] = NONE,
     configured: Mapping[str, str] = NONE,
-) -> WorkerEnvironment:
-    """Merge the variables of all sources, those of the driver as `forwarded_variables` returns them."""
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables that the host sets before it imports the user's class, and those that need a new process.
+
+    Those of the driver are as `forwarded_variables` returns them.
+    """
     overridden = sorted(name for name in configured if name in of_rank or name in of_user)
     if overridden:
         logger.warning("configure_worker overrides %s for rank %s", ", ".join(overridden), of_rank.get("RANK", "?"))
     merged = {**of_class, **driver, **of_user, **of_slot, **of_rank, **configured}
-    return WorkerEnvironment(
-        variables={n: v for n, v in merged.items() if not _matches(n, LOADER)},
-        loader_variables=start_variables(merged),
-    )
+    return {n: v for n, v in merged.items() if not _matches(n, LOADER)}, start_variables(merged)
 
 
 # The workers of a group have the same variables.

@@ -312,8 +312,8 @@ class RayWorkerBuilder:
         own = {"num_gpus": num_gpus, **resources, **({"runtime_env": overrides} if overrides else {})}
         options = recursive_merge_options(recursive_merge_options(described.options, own), extra_options)
         check_concurrency(options, concurrent=False)
-        environment = worker_environment(configured=env_vars)
-        if loader := dict(environment.loader_variables):
+        variables, loader = worker_environment(configured=env_vars)
+        if loader:
             options = recursive_merge_options(options, {"runtime_env": {"env_vars": loader}})
         options.setdefault("num_cpus", 1)
         handle = described.actor_class.options(
@@ -323,7 +323,7 @@ class RayWorkerBuilder:
             ),
         ).remote()
         arguments = Arguments()
-        facts = {"env": dict(environment.variables)}
+        facts = {"env": variables}
         ready = handle._fairlead_start.remote(
             facts,
             [arguments.prepare(described.target)],
@@ -372,13 +372,7 @@ def _unbound(function: Any) -> Any:
 def _without_ray(function: Any) -> Any:
     """Return the user's own method for a method of a `@ray.remote` class, which wraps its methods."""
     owner = getattr(function, "__self__", None)
-    if not isinstance(owner, ActorClass):
-        return function
-    cls = undecorate(owner)
-    for name in dir(cls):
-        if getattr(getattr(owner, name, None), "__func__", None) is function.__func__:
-            return getattr(cls, name)
-    return function
+    return getattr(undecorate(owner), function.__name__, function) if isinstance(owner, ActorClass) else function
 
 
 def function_name(function: Callable[..., Any]) -> str:
