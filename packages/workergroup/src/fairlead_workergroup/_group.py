@@ -4,7 +4,7 @@
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
@@ -51,9 +51,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         bundle_indices_list: instead of `workers_per_node`, `(node_idx, [Ray's bundle indices])` for each *tied group*,
             whose workers share one model copy.
         sharding_annotations: the axes over the ranks; one axis `worker` if None.
-        env_vars: environment variables of the workers, or a function that returns those of the worker at a `Place`, of
-            the same names for all. The driver's environment is not copied to them. The variables of ranks, `RAY_*` and
-            those that choose devices are left out, with a warning.
+        env_vars: environment variables of the workers. The driver's environment is not copied to them. The variables of
+            ranks, `RAY_*` and those that choose devices are left out, with a warning.
         python: the Python of the workers: a `VenvSpec` or a uv command, which is built on their nodes if necessary, or
             the path of an interpreter that all nodes have. None is the entry of the class in `actor_environments` of
             fairlead-venvs, and without an entry the driver's Python. It must have the cluster's version of Ray, and
@@ -97,7 +96,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         name_prefix: str = "",
         bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
         sharding_annotations: NamedSharding | None = None,
-        env_vars: Mapping[str, str] | Callable[[Place], Mapping[str, str]] | None = None,
+        env_vars: Mapping[str, str] | None = None,
         *,
         python: str | VenvSpec | None = None,
         restart: Restart | None = None,
@@ -111,7 +110,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         builder = remote_worker_builder
         if not isinstance(builder, RayWorkerBuilder):
             builder = RayWorkerBuilder(builder)
-        env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars)
         if async_communication not in (True, False, "auto"):
             raise ValueError(f"async_communication must be True, False or 'auto', got {async_communication!r}")
         restart = read_restart(restart, flat, RayWorkerGroup.__init__)
@@ -126,14 +124,14 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             cluster=cluster,
             builder=builder,
             python=choose_python(python, builder.ray_actor_class_fqn),
-            env_vars=env_vars,
+            env_vars=check_env_vars(env_vars),
             options=read_option("worker", worker, WorkerOptions),
             compression=check_compression(flat.get("enable_gradient_compression", False)),
             memory_limit=limit,
             token=token,
             concurrent=async_communication,
             start_timeout_s=float(timeouts.start_s),
-            hooks=[name for name in (restart.method, elastic.on_resize) if name is not None],
+            on_resize=elastic.on_resize,
         )
         self.cluster = cluster
         self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
@@ -142,7 +140,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             self.name_prefix, places, sharding, policy=restart, call_timeout_s=timeouts.call_s, memory_limit=limit
         )
         self._target = Target(core, map_options)
-        self._assemble(spec, restart.method, elastic.on_resize)
+        self._assemble(spec)
         self._start()
 
     def _lay_out(
@@ -159,11 +157,11 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         sharding = check_sharding(given, len(places))
         return tuple(replace(place, coords=sharding.get_worker_coords(place.rank)) for place in places), sharding
 
-    def _assemble(self, spec: GroupSpec, on_restart: str | None, on_resize: str | None) -> None:
+    def _assemble(self, spec: GroupSpec) -> None:
         """Make the parts around the core of the group."""
         core = self._core
         self._provisioner = Provisioner(spec, core, Owned(core), getattr(self.cluster, "port_range", None))
-        self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
+        self._changes = Changes(core, self._provisioner, partial(call_hook, core))
         core.changes = self._changes
         self._shutdown = Shutdown(core, self._changes, self._provisioner.owned)
 

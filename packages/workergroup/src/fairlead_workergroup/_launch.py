@@ -5,7 +5,7 @@ import contextlib
 import difflib
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._group import RayWorkerGroup
-from ._model import Place, Restart
+from ._model import Restart
 from ._options import Timeouts, read_option
 from ._remote.describe import undecorate
 from ._start.environment import check_env_vars, choose_python
@@ -42,7 +42,7 @@ def launch(
     gpus_per_worker: float = 0,
     cpus_per_worker: int = 1,
     python: str | VenvSpec | None = None,
-    env_vars: Mapping[str, str] | Callable[[Place], Mapping[str, str]] | None = None,
+    env_vars: Mapping[str, str] | None = None,
     restart: Restart | None = None,
     name_prefix: str = "",
     timeout_s: float = 600.0,
@@ -98,7 +98,7 @@ def launch(
     sharding = NamedSharding.from_shape(**_check_axes(worker, workers, axes))
     restart = read_option("restart", restart, Restart)
     python = choose_python(python, builder.ray_actor_class_fqn)
-    env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars)
+    env_vars = check_env_vars(env_vars)
     deadline = Deadline.after(timeout_s)
     gpus = {"GPU": gpus_per_worker} if gpus_per_worker else {}
     # One that is never reserved: it refuses wrong options before Ray is started.

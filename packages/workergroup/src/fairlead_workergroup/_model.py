@@ -79,7 +79,7 @@ def configure_ask(place: Place, num_gpus_per_node: int | None) -> dict[str, Any]
     }
 
 
-def describe_place(place: Place) -> dict[str, Any]:
+def describe_place(place: Place, state: str) -> dict[str, Any]:
     """Return the worker's entry in `worker_metadata`."""
     return {
         "node_idx": place.slot.node_idx,
@@ -90,7 +90,7 @@ def describe_place(place: Place) -> dict[str, Any]:
         "dp_shard_idx": place.tied_group,
         "bundle_index": place.slot.bundle_index,
         "node_id": place.slot.node_id,
-        "state": "alive",
+        "state": state,
     }
 
 

@@ -2,7 +2,6 @@
 """What a group knows of a class before any worker starts: the kinds of its methods, and which functions are methods."""
 
 import functools
-import json
 import pickle
 
 import pytest
@@ -191,14 +190,15 @@ class Published:
 def test_published_class():
     """The published description of a class has the parameters of its methods, and not the values of defaults."""
     described = describe_class(Published, asks=[], node_id="", runtime_env=None, timeout_s=1.0)
-    published = described.plain
-    assert SECRET not in json.dumps(published)
-    read = WorkerClass.from_dict(pickle.loads(pickle.dumps(published)))
+    published = pickle.dumps(described.plain)
+    assert SECRET.encode() not in published
+    read = WorkerClass.from_dict(pickle.loads(published))
     assert (read.name, read.concurrent, read.cls) == ("Published", False, None)
     assert {name: (one.kind, str(one.signature)) for name, one in read.methods.items()} == {
         name: (one.kind, str(one.signature)) for name, one in described.methods.items()
     }
-    assert str(read.method("loss").signature) == "(batch, /, scale=..., *rest, strict=..., **more)"
+    parameters = "batch, /, scale=Ellipsis, *rest, strict=Ellipsis, **more"
+    assert str(read.method("loss").signature) == f"({parameters})"
     assert read.method(Published.tokens).result == "items"
-    with pytest.raises(TypeError, match="loss"):
+    with pytest.raises(TypeError, match=r"loss\(batch, /, scale=\.\.\., "):
         read.method("loss").check(0, ())

@@ -241,7 +241,6 @@ class _ClientCore(Core):
                 phase=state.phase,
                 restarting=state.restarting,
             )
-            self.handles[:] = [member.handle for member in members]
         self._group = group
 
 

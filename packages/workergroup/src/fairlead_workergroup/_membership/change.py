@@ -72,14 +72,10 @@ class Change:
 class Changes:
     """The changes of one group. The lock protects the queue: there is a thread while there is work, and only one."""
 
-    def __init__(
-        self, core: Core, provisioner: Provisioner, run_hook: RunHook, on_restart: str | None, on_resize: str | None
-    ) -> None:
+    def __init__(self, core: Core, provisioner: Provisioner, run_hook: RunHook) -> None:
         self._core = core
         self._provisioner = provisioner
         self._run_hook = run_hook
-        self._on_restart = on_restart
-        self._on_resize = on_resize
         self._lock = _world.current.lock()
         self._queue: deque[Change] = deque()
         self._running: Change | None = None
@@ -91,9 +87,7 @@ class Changes:
         change = self.request(operation, until)
         if not change.wait(until):
             with self._lock:
-                # If nothing is before it, its thread is about to take it, and will see the deadline.
-                waits = change in self._queue and (self._running is not None or self._queue[0] is not change)
-                if waits:
+                if waits := change in self._queue:
                     self._queue.remove(change)
             if waits:
                 raise change.late_error(
@@ -189,9 +183,7 @@ class Changes:
             self._follow(run)
         except Exception as error:
             failure = error
-            if core.ending:
-                raise core.ended_error() from error
-            core.connection.check()
+            core.check_goes_on()
             if (failure := run.note_failure(error)) is error:
                 raise
             raise failure from error
@@ -214,8 +206,8 @@ class Changes:
             self._provisioner.publish()
         again = sorted({*plan.replaced} | (run.started.keys() & run.before.lost.keys()))
         everybody = range(len(after.members)) if plan.follows else ()
-        hooks, ends = (("Restart.method", self._on_restart, again), ("on_resize", self._on_resize, everybody)), {}
-        for hook, method, ranks in hooks:
+        on_resize, ends = self._provisioner.spec.on_resize, {}
+        for hook, method, ranks in (("Restart.method", core.policy.method, again), ("on_resize", on_resize, everybody)):
             if method is not None and ranks:
                 call = self._run_hook(method, ranks, run.until)
                 for rank, future in zip(call.called_workers, call.futures, strict=True):
@@ -240,17 +232,11 @@ class _Run:
         self._change = change
         self._core = core
         self._provisioner = provisioner
-        self._staged: Staged | None = None
-        self._has_ended = False  # whether the old processes of the replaced ranks were told to end
         self._has_begun = False  # whether the epoch has
-
-    @property
-    def _concurrent(self) -> bool:
-        return self._core.worker_class.concurrent
 
     def switch(self) -> None:
         plan, core, provisioner = self.plan, self._core, self._provisioner
-        self._staged = staged = provisioner.acquire(self.before, plan, self.until)
+        staged = provisioner.acquire(self.before, plan, self.until)
         if plan.new:
             self._end([rank for rank in plan.new if rank in self.before.lost])
             self.started |= provisioner.start(staged, plan.new, self.until)
@@ -264,10 +250,7 @@ class _Run:
                 self.until = Deadline.after(end - self._change.asked_at)
             # Handles of other processes see that these workers are replaced, and do not take that for a loss.
             provisioner.publish({rank: staged.state.members[rank] for rank in plan.replaced})
-            self._has_ended = True
-            self._end(plan.replaced)
-            with head_deadline(self.until.left()):
-                self.started |= provisioner.start(staged, plan.replaced, self.until)
+            self._replace(staged)
         state = staged.state
         core.commit(
             dataclasses.replace(
@@ -282,6 +265,28 @@ class _Run:
         )
         self._has_begun = True
         provisioner.commit(staged)
+
+    def _replace(self, staged: Staged) -> None:
+        """End the old processes of ranks, and start the new ones; if that fails, these ranks are lost."""
+        try:
+            self._end(self.plan.replaced)
+            with head_deadline(self.until.left()):
+                self.started |= self._provisioner.start(staged, self.plan.replaced, self.until)
+        except Exception as error:
+            self._core.check_goes_on()
+            cause, failed, text = str(error), -1, f"{NOT_STARTED}{error}"
+            if isinstance(error, WorkerStartError):
+                cause, failed, text = error.reason, error.rank, str(error)
+            reports = []
+            for rank in self.plan.replaced:
+                counts = staged.state.members[rank]
+                member = dataclasses.replace(
+                    self.before.members[rank], incarnation=counts.incarnation, restarts=counts.restarts
+                )
+                kind: FailureKind = "start-failed" if failed in (rank, -1) else "killed"
+                reports.append((member, member.failure(kind, f"in a restart: {cause}")))
+            self._core.advance(restarts=self._restarts)
+            raise WorkerFailureError(tuple(self._core.note(reports, override=True)), text) from error
 
     @property
     def _restarts(self) -> int:
@@ -307,11 +312,12 @@ class _Run:
 
     def _find_late(self, members: Sequence[Member]) -> list[int]:
         """Wait until everything that was sent to workers has ended; return the late ranks."""
+        core = self._core
         sent = {
-            member.rank: send_function(member, do_nothing, alone=self._concurrent, until=self.until)
+            member.rank: send_function(member, do_nothing, alone=core.worker_class.concurrent, until=self.until)
             for member in members
         }
-        errors, late = wait_for(sent, self.until, self._core.check_goes_on, patient=True)
+        errors, late = wait_for(sent, self.until, core.check_goes_on, patient=True)
         # A worker that is lost now is found when the facts are sent to it.
         return late + [
             rank for rank, error in errors.items() if isinstance(getattr(error, "cause", None), TimeoutError)
@@ -319,10 +325,8 @@ class _Run:
 
     def _end(self, ranks: Sequence[int]) -> None:
         """End the old processes of ranks, or raise: their slots cannot be used again while they are there."""
-        members = [self.before.members[rank] for rank in ranks]
-        if left := self._provisioner.owned.end(members, self.until):
-            raise WorkerFailureError(
-                tuple(member.lost or member.failure("start-failed", "its old process may run") for member in members),
+        if left := self._provisioner.owned.end([self.before.members[rank] for rank in ranks], self.until):
+            raise WorkerGroupError(
                 f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(left)}. "
                 "They do not react to SIGKILL, or their node does not answer; look at them there. When they are gone, "
                 "call `restart_failed_workers()` again, or create a new group on other nodes.",
@@ -332,7 +336,7 @@ class _Run:
         """Send the facts of the epoch to those who keep running; wait for them if all have to follow."""
         plan, now = self.plan, self._core.now
         self._core.check_goes_on()
-        alone = plan.follows and self._concurrent
+        alone = plan.follows and self._core.worker_class.concurrent
         layout = store_layout(now.sharding) if len(now.members) != len(self.before.members) else None
         sent = {
             (member.rank, ""): send_function(
@@ -371,47 +375,29 @@ class _Run:
         return WorkerFailureError(lost, f"{NOT_STARTED}{lost[0].cause}")
 
     def note_failure(self, error: Exception) -> Exception:
-        """Record the ranks that this change has ended and not started, and return the error to raise."""
-        plan, core, before = self.plan, self._core, self.before
-        if self._has_begun:
-            if not plan.follows:
-                return error
+        """Record that this change has broken the group, if it has, and return the error to raise."""
+        plan, core = self.plan, self._core
+        if self._has_begun and plan.follows:
             if isinstance(error, WorkerFailureError):  # also if another thread has met the loss of a worker
                 core.advance(phase="broken")
                 return WorkerFailureError(error.failures, BROKEN)
             cause = f"the change was interrupted: {error!r}"  # not by a worker: it is unknown who has followed
             return self._lose({member: member.failure("resize-failed", cause) for member in core.now.members})
-        is_report = isinstance(error, WorkerFailureError)
-        if not self._has_ended:
-            is_kept = is_report or isinstance(error, HeadTimeoutError) or not (plan.replaced and plan.counts)
-            return error if is_kept else WorkerFailureError(tuple(before.lost.values()), f"{NOT_STARTED}{error}")
-        cause, failed, text = str(error), -1, f"{NOT_STARTED}{error}"
-        if isinstance(error, WorkerStartError):
-            cause, failed, text = error.reason, error.rank, str(error)
-        assert self._staged is not None
-        reports = []
-        for rank in plan.replaced:
-            counts = self._staged.state.members[rank]
-            member = dataclasses.replace(before.members[rank], incarnation=counts.incarnation, restarts=counts.restarts)
-            kind: FailureKind = "start-failed" if failed in (rank, -1) else "killed"
-            reports.append((member, member.failure(kind, f"in a restart: {cause}")))
-        core.advance(restarts=self._restarts)
-        failures = tuple(core.note(reports, override=not is_report))
-        return error if is_report else WorkerFailureError(failures, text)
+        is_told = self._has_begun or isinstance(error, (WorkerFailureError, HeadTimeoutError))
+        if is_told or not (plan.replaced and plan.counts):
+            return error
+        return WorkerFailureError(tuple(self.before.lost.values()), f"{NOT_STARTED}{error}")
 
     def settle(self) -> None:
         """Let workers that leave finish their calls until the deadline; end them, and return what is not needed."""
         if self._core.ending:
             return
         leaving = [member for member in self.before.members[self.plan.sharding.size :] if member.lost is None]
-        try:
-            if self._has_begun and leaving and (late := self._find_late(leaving)):
-                logger.warning("Rank(s) %s were ended before they had finished.", ", ".join(map(str, late)))
-        finally:
-            if not self._core.ending:
-                if not self._has_begun:
-                    self._provisioner.publish()
-                self._provisioner.settle(self.until)
+        if not self._has_begun:
+            self._provisioner.publish()
+        elif late := self._find_late(leaving):
+            logger.warning("Rank(s) %s were ended before they had finished.", ", ".join(map(str, late)))
+        self._provisioner.settle(self.until)
 
 
 def send_function(member: Member, function: Callable[..., Any], *args: Any, alone: bool, until: Deadline) -> Any:

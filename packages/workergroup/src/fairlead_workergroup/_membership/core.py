@@ -91,9 +91,6 @@ class Core:
         self.worker_class: WorkerClass  # as it is described now; set before the first call
         self.changes: Changes = None  # set by the process that makes the group
         self.checks: list[Callable[[str, Sequence[int]], None]] = []  # of packages; see `extension`
-        # By rank, changed in place by restarts; empty after the end. Users may hold both lists.
-        self.handles: list[Any] = []
-        self.worker_metadata: list[dict[str, Any]] = []
         self.connection = _world.Connection(self)
         self.ending: bool = False
         self.now = GroupState(0, 0, sharding, tuple(Member(place, node_id=place.slot.node_id) for place in places))
@@ -107,8 +104,24 @@ class Core:
 
     def __repr__(self) -> str:
         size = len(self.now.members)
-        state = f"{size} worker{'s' * (size != 1)}" if self.handles else "shut down"
+        state = f"{size} worker{'s' * (size != 1)}" if self.now.phase != "ended" else "shut down"
         return f"RayWorkerGroup({self.name_prefix!r}, {dict(self.now.sharding.shape)}, {state})"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the workers have started, and the group has not ended."""
+        return self.now.phase not in ("starting", "ended")
+
+    @property
+    def handles(self) -> list[Any]:
+        """The actor of each worker, by rank."""
+        return [member.handle for member in self.now.members] if self.is_there else []
+
+    @property
+    def worker_metadata(self) -> list[dict[str, Any]]:
+        """A dict for each worker, by rank."""
+        now = self.now
+        return [describe_place(place, now.state_of(place.rank)) for place in (now.places if self.is_there else ())]
 
     @property
     def world_size(self) -> int:  # for the picture of the cluster
@@ -127,7 +140,7 @@ class Core:
     def check_alive(self) -> GroupState:
         """Return the state of a group that has not ended."""
         now = self.now
-        if not self.handles:
+        if not self.is_there:
             raise self.ended_error()
         self.connection.check()
         return now
@@ -166,9 +179,6 @@ class Core:
                 raise self.ended_error()
             self._note_members(state)
             self.now = replace(state, version=self.now.version + 1)
-            self.handles[:] = [member.handle for member in state.members]
-            self.worker_metadata[:] = [describe_place(member.place) for member in state.members]
-            self._show_states()
             return self.now
 
     def _note_members(self, state: GroupState) -> None:
@@ -203,20 +213,15 @@ class Core:
             return reports
 
     def advance(self, **changes: Any) -> None:
-        """Replace some fields of the state, and show it."""
+        """Replace some fields of the state."""
         with self.turn:
             self.now = replace(self.now, version=self.now.version + 1, **changes)
-            self._show_states()
-
-    def _show_states(self) -> None:
-        for shown in self.worker_metadata:
-            shown["state"] = self.now.state_of(shown["global_rank"])
 
     def end(self) -> None:
         with self.turn:
             self.ending = True
-            self.handles, self.worker_metadata = [], []
             self.advance(phase="ended")
+        self.refuse_waiting()
 
     # Calls.
 
@@ -394,9 +399,8 @@ class Core:
         reason = self.explain_limit(rank for rank in ranks if rank < len(self.now.members))
         if reason or not self.policy.on_failure:
             return reason
-        if self.restarts_all:
-            return f"The next call restarts the whole group first, whichever ranks it calls. Repeat this call. {STATE}"
-        return f"The next call that reaches these ranks starts them again. Repeat this call. {STATE}"
+        others = ", and all others with them" * self.restarts_all
+        return f"The next call that needs these ranks starts them again{others}. Repeat this call. {STATE}"
 
     def unsent_error(self, call: PlannedCall) -> CallTimeoutError:
         ranks = self.now.restarting

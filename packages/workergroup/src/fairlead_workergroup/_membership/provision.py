@@ -6,7 +6,7 @@ import itertools
 import os
 import queue
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,18 +27,14 @@ from .._observe.progress_bar import Bar
 from .._observe.query import look_at_starts
 from .._start.environment import (
     RANK_VARIABLES,
-    EnvVars,
-    WorkerEnvironment,
     WorkerOptions,
     actor_options,
-    check_env_vars,
     device_facts,
     forwarded_variables,
     prepare_python,
     read_master_ports,
     recursive_merge_options,
     start_variables,
-    variables_at,
     worker_environment,
 )
 from .._start.worker_class import RayWorkerBuilder, WorkerClass, describe_class
@@ -69,14 +65,14 @@ class GroupSpec:
     cluster: RayVirtualCluster | Sequence[Slot]
     builder: RayWorkerBuilder
     python: str | VenvSpec | None
-    env_vars: EnvVars
+    env_vars: Mapping[str, str]
     options: WorkerOptions
     compression: str | None  # of gradients
     memory_limit: int
     token: str  # identifies the group among all groups of all drivers
     concurrent: bool | Literal["auto"]  # whether async methods overlap; "auto" if there are any
     start_timeout_s: float
-    hooks: Collection[str] = ()  # the methods of the class that changes of the group call
+    on_resize: str | None = None  # a method of the class that all workers run in the new epoch of a resize
 
 
 @dataclass(frozen=True)
@@ -85,9 +81,8 @@ class WorkerPlan:
 
     place: Place
     options: Mapping[str, Any]
-    environment: WorkerEnvironment
+    variables: Mapping[str, str]
     init_kwargs: Mapping[str, Any]
-    of_rank: frozenset[str]  # the names of its variables that a change of the group may change
 
 
 @dataclass
@@ -103,7 +98,7 @@ class Staged:
         assert self.lease is not None
         return tuple(
             {
-                **{name: value for name, value in worker.environment.variables.items() if name in worker.of_rank},
+                **{name: value for name, value in worker.variables.items() if name in RANK_VARIABLES},
                 "MASTER_PORT": str(self.lease.port),
             }
             for worker in self.workers
@@ -120,7 +115,7 @@ class Provisioner:
         self._core = core
         self._ports = read_master_ports(spec.options) or ports  # the first and the last one; None for any ports
         self._now: Staged | None = None  # the present epoch
-        self._arguments: _StoredArguments | None = None
+        self._arguments: tuple[Any, list[Any], dict[str, Any]] | None = None  # see `_store_arguments`
         self._publication: Publication | None = None
 
     @property
@@ -139,12 +134,10 @@ class Provisioner:
         # Before anything else, because other processes may have it.
         lease = None if self.spec.options.master_port is None else self._lease_port(places[0].slot, until)
         described, workers = self._plan(places, until)
-        if callable(given := self.spec.env_vars):
-            check_env_vars(given(places[0]))  # this logs what workers do not get
         self._core.worker_class = described
-        for name in self.spec.hooks:
+        for name in filter(None, (self._core.policy.method, self.spec.on_resize)):
             described.method(name).check(0, ())
-        self._arguments = _StoredArguments(self.spec.builder, described)
+        self._arguments = _store_arguments(self.spec.builder, described)
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         builder = RayWorkerBuilder(self.spec.builder.worker).with_methods(*self.spec.builder.methods)
         self.spec = dataclasses.replace(self.spec, builder=builder)
@@ -247,7 +240,7 @@ class Provisioner:
         python = prepare_python(spec.python, nodes, timeout_s=until.left() or 0.0)
         per_node = getattr(spec.cluster, "num_gpus_per_node", None)
         # The class, or its libraries, may need these variables to be found.
-        variables = start_variables(variables_at(spec.env_vars, places[0]))
+        variables = start_variables(spec.env_vars)
         described = describe_class(
             spec.builder.worker,
             spec.builder.methods,
@@ -261,9 +254,10 @@ class Provisioner:
 
     def _construct(self, staged: Staged, members: Mapping[int, Member], until: Deadline) -> dict[int, Member]:
         """Send the facts and the constructor's arguments to new actors, and wait until they have started."""
-        spec, arguments = self.spec, self._arguments
-        if arguments is None:
+        spec = self.spec
+        if self._arguments is None:
             raise self._core.ended_error()
+        target, args, init_kwargs = self._arguments
         configured = Arguments()
         shared = {
             "communication_backend": getattr(spec.cluster, "communication_backend", None),
@@ -280,13 +274,13 @@ class Provisioner:
                 **mine,
                 "tree": member.mark,
                 "memory_limit": spec.memory_limit,
-                "env": {**worker.environment.variables, **mine["env"]},
+                "env": {**worker.variables, **mine["env"]},
                 "devices": device_facts(worker.place, slots_on[worker.place.slot.node_id], spec.options),
             }
             kwargs = {name: configured.prepare(value) for name, value in worker.init_kwargs.items()}
             # The lists keep Ray from resolving the references: the host fetches them once the environment is set.
             start = member.handle._fairlead_start.remote
-            refs.append(start(facts, [arguments.target], arguments.args, {**arguments.kwargs, **kwargs}))
+            refs.append(start(facts, [target], args, {**init_kwargs, **kwargs}))
         answers = wait_started(
             refs,
             [*members.values()],
@@ -315,20 +309,19 @@ def store_layout(sharding: NamedSharding) -> Any:
     return Arguments().prepare(layout) if "ranks" in layout else layout
 
 
-class _StoredArguments:
-    """The constructor's arguments, stored once for as long as the group lives."""
+def _store_arguments(builder: RayWorkerBuilder, described: WorkerClass) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Store what a worker loads its class from, and the constructor's arguments, once for the life of the group."""
+    stored = Arguments()
 
-    def __init__(self, builder: RayWorkerBuilder, described: WorkerClass) -> None:
-        self._stored = Arguments()
-        self.target = self._stored.prepare(described.target)  # the full name of the class, or its pickled bytes
-        self.args = [self._prepare(described, number, value) for number, value in enumerate(builder.args)]
-        self.kwargs = {name: self._prepare(described, name, value) for name, value in builder.kwargs.items()}
-
-    def _prepare(self, described: WorkerClass, name: object, value: Any) -> Any:
+    def prepare(name: object, value: Any) -> Any:
         try:
-            return self._stored.prepare(value)
+            return stored.prepare(value)
         except NotPicklableError as error:
             raise TypeError(f"argument {name!r} of the constructor of {described.name!r}: {error}") from None
+
+    args = [prepare(number, value) for number, value in enumerate(builder.args)]
+    kwargs = {name: prepare(name, value) for name, value in builder.kwargs.items()}
+    return stored.prepare(described.target), args, kwargs
 
 
 # The steps of a start.
@@ -338,7 +331,7 @@ def plan_workers(
     places: Sequence[Place],
     described: WorkerClass,
     *,
-    env_vars: EnvVars,
+    env_vars: Mapping[str, str],
     python: Mapping[str, Any],
 ) -> list[WorkerPlan]:
     """Return the options and the environment of every worker. Pure, except that it reads the driver's environment."""
@@ -347,17 +340,13 @@ def plan_workers(
     of_class = class_env.pop("env_vars", {})
     shared = {**class_env, **python}
     plans = []
-    given = [variables_at(env_vars, place) for place in places]
-    # A worker that moves would keep a variable that its next place has no value for.
-    if some := {name for variables in given for name in variables.keys() ^ given[0].keys()}:
-        raise ValueError(f"env_vars must return the same names for all places; {sorted(some)} are there for some only")
-    for place, of_user in zip(places, given, strict=True):
+    for place in places:
         resources, configured_env, init_kwargs, overrides = described.configuration(place.rank)
-        environment = worker_environment(
+        variables, loader_variables = worker_environment(
             driver=forwarded,
             of_class=of_class,
             of_slot=place.slot.env,
-            of_user=of_user,
+            of_user=env_vars,
             of_rank={  # without MASTER_PORT, which is leased while the actors start
                 "RANK": str(place.rank),
                 "WORLD_SIZE": str(len(places)),
@@ -369,8 +358,8 @@ def plan_workers(
             configured={**overrides.get("env_vars", {}), **configured_env},
         )
         runtime_env = recursive_merge_options(shared, {n: v for n, v in overrides.items() if n != "env_vars"})
-        if environment.loader_variables:
-            runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **environment.loader_variables}
+        if loader_variables:
+            runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **loader_variables}
         options = actor_options(
             place.slot,
             of_class=described.options,
@@ -378,8 +367,7 @@ def plan_workers(
             runtime_env=runtime_env,
             concurrent=described.concurrent,
         )
-        of_rank = frozenset((*RANK_VARIABLES, *of_user)) if callable(env_vars) else frozenset(RANK_VARIABLES)
-        plans.append(WorkerPlan(place, options, environment, init_kwargs, of_rank))
+        plans.append(WorkerPlan(place, options, variables, init_kwargs))
     return plans
 
 

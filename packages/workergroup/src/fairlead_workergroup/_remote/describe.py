@@ -29,7 +29,7 @@ def describe(target: Any, asks: Sequence[dict[str, Any]] = (), more: Sequence[st
         if name.startswith("_") and name not in more:
             continue
         kind = kind_of(function)
-        methods[name] = kind, _parameters(getattr(cls, name), bound=bound)
+        methods[name] = kind, _signature(getattr(cls, name), bound=bound)
         full_names[name] = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
         # Ray stores the options of `@ray.method` as attributes of the function.
         given = [(key, value) for key, value in getattr(function, "__dict__", {}).items() if key.startswith("__ray_")]
@@ -74,15 +74,16 @@ def _kind_of_code(function: Any) -> str:
     return "generator" if inspect.isgeneratorfunction(function) else "plain"
 
 
-def _parameters(function: Any, bound: bool) -> Any:
-    """Return (name, kind, required) of each parameter but `self`, of the function that is called; None if unknown."""
+def _signature(function: Any, bound: bool) -> inspect.Signature | None:
+    """Return the signature without `self` of the function that is called, as plain data; None if it is unknown."""
     try:
         parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
     except (TypeError, ValueError):
         return None
     if not bound and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
         del parameters[0]  # self; the function of a decorator often has it among *args
-    return [(p.name, p.kind.name, p.default is p.empty) for p in parameters]
+    plain = [p.replace(annotation=p.empty, default=p.default if p.default is p.empty else ...) for p in parameters]
+    return inspect.Signature(plain)
 
 
 def load(target: Any) -> type:

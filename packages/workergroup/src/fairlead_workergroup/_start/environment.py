@@ -10,9 +10,9 @@ import fnmatch
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from fairlead_placement import Slot
 from fairlead_venvs import VenvError, VenvNodesError, VenvSpec, ensure_worker_env, known_actor_environments
@@ -21,8 +21,6 @@ from .._model import Place
 from ..exceptions import WorkerStartError
 
 logger = logging.getLogger(__name__)
-
-EnvVars: TypeAlias = Mapping[str, str] | Callable[[Place], Mapping[str, str]]
 
 NONE: Mapping[str, str] = {}
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -68,36 +66,19 @@ _OURS = (
 )
 
 
-@dataclass(frozen=True)
-class WorkerEnvironment:
-    """The environment of one worker, split by who sets it."""
-
-    variables: Mapping[str, str] = field(default_factory=dict)  # set by the host before it imports the user's class
-    loader_variables: Mapping[str, str] = field(default_factory=dict)  # set by Ray, in a new process
-
-
-def variables_at(env_vars: EnvVars, place: Place) -> Mapping[str, str]:
-    """Return the user's variables of the worker at a place."""
-    if not callable(env_vars):
-        return env_vars
-    if not isinstance(given := env_vars(place), Mapping):
-        raise TypeError(f"env_vars must return a mapping from names to strings for each place, got {given!r}")
-    return check_env_vars(given, is_logged=False)  # it is asked for each place, and again when the group changes
-
-
-def check_env_vars(env_vars: Mapping[str, str] | None, *, is_logged: bool = True) -> dict[str, str]:
+def check_env_vars(env_vars: Mapping[str, str] | None) -> dict[str, str]:
     """Return a copy without the names that Ray or the group sets, which are logged; refuse what is not text.
 
     A driver under torchrun, Slurm or KubeRay has such names in the `os.environ` that its user passes on.
     """
     env_vars = {} if env_vars is None else env_vars
     if not isinstance(env_vars, Mapping):
-        raise TypeError(f"env_vars must be a mapping from names to strings, or a function of a place, got {env_vars!r}")
+        raise TypeError(f"env_vars must be a mapping from names to strings, got {env_vars!r}")
     for name, value in env_vars.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env_vars must map names to strings, got {name!r}: {type(value).__name__}")
     dropped = sorted(name for name in env_vars if _matches(name, NEVER) and name not in OF_FRAMEWORKS)
-    if dropped and is_logged:
+    if dropped:
         logger.warning(
             "Workers do not get %s of env_vars: the group sets the variables of ranks, Ray chooses the devices, and "
             "RAY_* belongs to each process.",
@@ -124,16 +105,16 @@ def worker_environment(
     of_user: Mapping[str, str] = NONE,
     of_rank: Mapping[str, str] = NONE,
     configured: Mapping[str, str] = NONE,
-) -> WorkerEnvironment:
-    """Merge the variables of all sources, those of the driver as `forwarded_variables` returns them."""
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables that the host sets before it imports the user's class, and those that need a new process.
+
+    Those of the driver are as `forwarded_variables` returns them.
+    """
     overridden = sorted(name for name in configured if name in of_rank or name in of_user)
     if overridden:
         logger.warning("configure_worker overrides %s for rank %s", ", ".join(overridden), of_rank.get("RANK", "?"))
     merged = {**of_class, **driver, **of_user, **of_slot, **of_rank, **configured}
-    return WorkerEnvironment(
-        variables={n: v for n, v in merged.items() if not _matches(n, LOADER)},
-        loader_variables=start_variables(merged),
-    )
+    return {n: v for n, v in merged.items() if not _matches(n, LOADER)}, start_variables(merged)
 
 
 # The workers of a group have the same variables.

@@ -56,9 +56,10 @@ class Method:
             if self.signature is not None:
                 self.signature.bind(*range(count), **dict.fromkeys(names))
         except TypeError as error:
+            parameters = str(self.signature).replace("Ellipsis", "...")  # stands for a default
             is_timeout = "unexpected" in str(error) and "timeout" in str(error)
             hint = ". Did you mean timeout, the option of call?" if is_timeout else ""
-            raise TypeError(f"{self.name}{self.signature}: {error}{hint}") from None
+            raise TypeError(f"{self.name}{parameters}: {error}{hint}") from None
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class WorkerClass:
         return cls(
             data["target"],
             data["class"],
-            {name: Method(name, kind, _signature(parameters)) for name, kind, parameters in data["methods"]},
+            {method[0]: Method(*method) for method in data["methods"]},
             concurrent=data["concurrent"],
             full_names=data["full_names"],
             plain=data,
@@ -313,8 +314,8 @@ class RayWorkerBuilder:
         own = {"num_gpus": num_gpus, **resources, **({"runtime_env": overrides} if overrides else {})}
         options = recursive_merge_options(recursive_merge_options(described.options, own), extra_options)
         check_concurrency(options, concurrent=False)
-        environment = worker_environment(configured=env_vars)
-        if loader := dict(environment.loader_variables):
+        variables, loader = worker_environment(configured=env_vars)
+        if loader:
             options = recursive_merge_options(options, {"runtime_env": {"env_vars": loader}})
         options.setdefault("num_cpus", 1)
         handle = described.actor_class.options(
@@ -324,7 +325,7 @@ class RayWorkerBuilder:
             ),
         ).remote()
         arguments = Arguments()
-        facts = {"env": dict(environment.variables)}
+        facts = {"env": variables}
         ready = handle._fairlead_start.remote(
             facts,
             [arguments.prepare(described.target)],
@@ -373,33 +374,7 @@ def _unbound(function: Any) -> Any:
 def _without_ray(function: Any) -> Any:
     """Return the user's own method for a method of a `@ray.remote` class, which wraps its methods."""
     owner = getattr(function, "__self__", None)
-    if not isinstance(owner, ActorClass):
-        return function
-    cls = undecorate(owner)
-    for name in dir(cls):
-        if getattr(getattr(owner, name, None), "__func__", None) is function.__func__:
-            return getattr(cls, name)
-    return function
-
-
-class _Default:
-    """Stands for the default of a parameter, which the driver does not know."""
-
-    def __repr__(self) -> str:
-        return "..."
-
-
-def _signature(parameters: Sequence[tuple[str, str, bool]] | None) -> inspect.Signature | None:
-    if parameters is None:
-        return None
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                name, getattr(inspect.Parameter, kind), default=inspect.Parameter.empty if required else _Default()
-            )
-            for name, kind, required in parameters
-        ]
-    )
+    return getattr(undecorate(owner), function.__name__, function) if isinstance(owner, ActorClass) else function
 
 
 def function_name(function: Callable[..., Any]) -> str:
