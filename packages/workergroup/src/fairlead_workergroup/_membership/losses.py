@@ -18,10 +18,11 @@ from fairlead_placement.extension import choose_alive, collect, head_deadline
 from .. import _replies as replies
 from .. import _world
 from .._model import Member
-from .._observe.query import WorkerLook, ask_nodes, dead_actors, find_killed
+from .._observe.query import ask_nodes, dead_actors, find_killed
 from .._observe.remote_errors import explain_errors, explain_missing_module, remote_traceback
 from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
+from .._remote.stacks import find_innermost
 from .._world import NEVER, Deadline
 from ..exceptions import FailureKind, WorkerFailure, WorkerStartError
 from .core import Core
@@ -241,9 +242,7 @@ def _ask_guards(core: Core, lost: Losses, within_s: float) -> Losses:
 # Errors of starts.
 
 
-def late_error(
-    slow: Sequence[Member], looks: Sequence[WorkerLook | None], workers: int, timeout_s: float
-) -> WorkerStartError:
+def late_error(slow: Sequence[Member], looks: Sequence[Any], workers: int, timeout_s: float) -> WorkerStartError:
     """Return the error about workers that have not started in time, given the looks at the first of them."""
     lines = [_describe_start(member, seen) for member, seen in zip(slow, looks, strict=False)]
     lines += [f"and {len(slow) - len(lines)} others"] if len(slow) > len(lines) else []
@@ -254,12 +253,13 @@ def late_error(
     )
 
 
-def _describe_start(member: Member, seen: WorkerLook | None) -> str:
+def _describe_start(member: Member, seen: Mapping[str, Any] | None) -> str:
     if seen is None:
         return f"{member}: its node does not answer"
-    if not seen.pid:
+    if not seen["pid"]:
         return f"{member}: Ray has not started its process"
-    return f"{replace(member, pid=seen.pid)}: " + (f"at {seen.where}" if seen.where else "its process is starting")
+    where = find_innermost(seen["stacks"])
+    return f"{replace(member, pid=seen['pid'])}: " + (f"at {where}" if where else "its process is starting")
 
 
 def start_error(

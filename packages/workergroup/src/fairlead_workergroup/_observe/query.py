@@ -8,7 +8,7 @@ the caller, raises `HeadTimeoutError`.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
@@ -19,7 +19,6 @@ from fairlead_placement.extension import ask_head, choose_alive, group_pairs, he
 from .. import _ray_private
 from .._model import Member
 from .._remote.node import cancel_tasks, look_from_outside, read_records, read_verdicts
-from .._remote.stacks import find_innermost
 from .._replies import task_of
 from ..exceptions import LateWorker
 
@@ -39,13 +38,6 @@ HEAD_S = 1.0
 VERDICT_S = 0.7
 # How long the nodes may take to find the processes of workers that start, and their stacks.
 STACKS_S = 2.0
-
-
-class WorkerLook(NamedTuple):
-    """What a look at a worker that starts has found: its process, 0 if there is none, and where that stands."""
-
-    pid: int
-    where: str
 
 
 def _ask(request: str, function: Callable[..., _T], *args: Any) -> _T:
@@ -122,11 +114,10 @@ def late_workers(workers: Sequence[Member]) -> tuple[LateWorker, ...]:
     )
 
 
-def look_at_starts(workers: Sequence[Member]) -> list[WorkerLook | None]:
-    """Return where each worker stands whose constructor has not finished; None if its node does not answer in time."""
+def look_at_starts(workers: Sequence[Member]) -> list[Any]:
+    """Return what `look_from_outside` says of workers that start; None if a node does not answer in time."""
     marked = [(*worker.key, worker.mark) for worker in workers]
-    rows = ask_nodes(workers, look_from_outside, 0.0, True, values=marked, within_s=STACKS_S, asks_head=False)
-    return [None if row is None else WorkerLook(row["pid"], find_innermost(row["stacks"])) for row in rows]
+    return ask_nodes(workers, look_from_outside, 0.0, True, values=marked, within_s=STACKS_S, asks_head=False)
 
 
 def cancel_calls(
