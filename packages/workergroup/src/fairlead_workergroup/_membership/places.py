@@ -183,10 +183,6 @@ class Slots:
         self._core = core
         self._owned = owned
 
-    def read(self) -> Sequence[Slot]:
-        """Return the slots of the cluster as they are now, or those that the group was made from."""
-        return self._cluster.slots() if isinstance(self._cluster, RayVirtualCluster) else tuple(self._cluster)
-
     def claim(self, slots: Iterable[Slot]) -> None:
         """Claim these slots in addition to those that are claimed already; a change that fails returns them."""
         new = [slot for slot in slots if not self._owned.holds(("slot", slot.key))]
@@ -205,7 +201,8 @@ class Slots:
 
         `nodes` has for each of them the logical node whose slots come first, such as that of a lost node, or None.
         """
-        usable, free = [slot for slot in usable_slots(self.read()) if not self._owned.holds(("slot", slot.key))], []
+        slots = self._cluster.slots() if isinstance(self._cluster, RayVirtualCluster) else self._cluster
+        usable, free = [slot for slot in usable_slots(slots) if not self._owned.holds(("slot", slot.key))], []
         for node_idx in nodes:
             usable.sort(key=lambda slot: slot.node_idx != node_idx)
             while usable:
