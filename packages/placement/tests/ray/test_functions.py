@@ -136,7 +136,7 @@ def test_an_agent_that_the_head_does_not_know(cluster, ids, stop_process, call_i
                 outcomes = call_in_time(calls, 2.0)
             assert isinstance(outcomes["without an agent"], PlacementTimeoutError)
             outcomes["with an agent"][0][0].release()
-        assert eventually(lambda: not any(agent_pids(node_id) for node_id in ids))
+        assert eventually(lambda: not agent_pids(*{slot.node_id for slot in others} - {first.node_id}))
         release_ports([lease for leases in lease_ports(others) for lease in leases])
 
 

@@ -12,6 +12,7 @@ from fairlead_placement import (
     RayVirtualCluster,
     ResourceInsufficientError,
     lease_ports,
+    release_ports,
 )
 
 
@@ -52,6 +53,24 @@ def test_logical_nodes_are_physical_nodes(ids):
         ]
         for group, node_id in zip(cluster.get_placement_groups(), ids, strict=True):
             assert set(placement_group_table(group)["bundles_to_node_id"].values()) == {node_id}
+
+
+def test_agents(ids, agent_pids, eventually):
+    """An agent is there as long as something is held on its node; on this process's own node it serves what follows."""
+    own = ray.get_runtime_context().get_node_id()
+    others = [node_id for node_id in ids if node_id != own]
+    with RayVirtualCluster([1, 1, 1], use_gpus=False, monitor_memory=True) as cluster:
+        slots = cluster.slots()
+        leases = [lease for (lease,) in lease_ports(slots)]
+        agents = agent_pids()
+        assert len(agents) == 3
+        release_ports(leases[:2])
+        assert agent_pids() == agents
+        release_ports(leases[2:])
+    assert eventually(lambda: not agent_pids(*others))
+    (agent,) = agent_pids(own)
+    with lease_ports([slot for slot in slots if slot.node_id == own])[0][0]:
+        assert agent_pids() == [agent]
 
 
 def test_segments(ids):

@@ -164,16 +164,6 @@ def test_a_killed_agent(slots, leased, kill_agent, eventually, caplog):
     new.release()
 
 
-def test_an_agent_ends_with_its_last_lease(slots, agent_pids, eventually):
-    """An agent is there as long as a port is leased on its node."""
-    ((first,), (second,)) = lease_ports(slots, **RANGE)
-    (pid,) = agent_pids(slots[0].node_id)
-    first.release()
-    assert agent_pids(slots[0].node_id) == [pid]
-    second.release()
-    assert eventually(lambda: not agent_pids(slots[0].node_id))
-
-
 @pytest.mark.nightly
 def test_a_stopped_agent(slots, agent_pids, stop_process, leased, eventually):
     """Requests to an agent that does not answer end by their deadline, and it holds nothing afterwards."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node agents of this process: one actor for each node on which it holds something, and only for that long.
 
-An agent needs no resources. It ends with the last of what it holds, and with this process. Workers are not affected
-when it dies; its ports are lost, with a warning, and what this process has published there is published again.
+An agent needs no resources. It ends with the last of what it holds, and with this process; that of this process's own
+node stays, so that the next group does not wait for a new process. Workers are not affected when it dies; its ports are
+lost, with a warning, and what this process has published there is published again.
 """
 
 import contextlib
@@ -47,10 +48,12 @@ class _Agent:
 
     node_id: str
     on: object | None  # the connection to Ray
+    is_own: bool  # whether this process is on that node too
     handle: Any  # None once it is killed
     holds: set[str]
     end: Any = None  # of a request that ends with the agent
     is_known: bool = False  # whether it has answered, so that the head knows it
+    is_late: bool = False  # whether it did not answer the last request that was waited for
 
 
 # By node id. The lock is reentrant, because a signal handler may release something. No request is made under it.
@@ -155,10 +158,11 @@ def _get_agents(names: Mapping[str, Collection[str]], deadline: float) -> dict[s
                     for node_id, held in names.items():
                         _agents[node_id].holds.update(held)
                     return {node_id: _agents[node_id] for node_id in names}
+            own = ray.get_runtime_context().get_node_id()
             request = f"start the agents of node(s) {', '.join(missing[:3])}"
             handles = ask_head(request, lambda node_ids: [*map(_create_actor, node_ids)], missing, undo=_kill)
             for node_id, handle in zip(missing, handles, strict=True):
-                agent = _Agent(node_id, here, handle, set(names[node_id]))
+                agent = _Agent(node_id, here, node_id == own, handle, set(names[node_id]))
                 _watch(agent)
                 with _lock:
                     _agents[node_id] = agent
@@ -222,7 +226,9 @@ def _lose(agent: _Agent, why: str) -> None:
 
 
 def _end_if_idle(agent: _Agent) -> None:
-    """End an agent that holds nothing any more."""
+    """End an agent that holds nothing any more, but for one on this process's own node that answers."""
+    if agent.is_own and not agent.is_late:
+        return
     with _lock:
         if agent.holds or _agents.get(agent.node_id) is not agent or agent.handle is None:
             return
@@ -242,9 +248,11 @@ def _send(
         for node_id, handle in handles.items()
     }
     outcomes: dict[str, Any] = dict.fromkeys(agents.keys() - handles, (None, ray.exceptions.ActorDiedError()))
-    outcomes |= collect(sends, max(0.0, deadline - time.monotonic()))
+    left_s = max(0.0, deadline - time.monotonic())
+    outcomes |= collect(sends, left_s)
     for node_id, (_, error) in outcomes.items():
         agents[node_id].is_known |= error is None
+        agents[node_id].is_late = left_s > 0 and isinstance(error, ray.exceptions.GetTimeoutError)
         if _is_own(error, _DEAD):
             _lose(agents[node_id], str(error))
     return outcomes
