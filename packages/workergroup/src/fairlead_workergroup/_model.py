@@ -175,8 +175,8 @@ class GroupState:
         phase: "starting", "serving", "broken" (a resize failed after it had begun to change the workers, and no call is
             sent until a restart or a resize has repaired that), or "ended".
         restarting: the ranks that are being restarted, in ascending order.
-        variables: the environment variables that describe each rank, by rank; empty in processes that have not made
-            the group.
+        variables: the environment variables that describe a rank, such as LOCAL_RANK and MASTER_PORT, by rank; empty in
+            processes that have not made the group.
         master: the address and the port of the store of the workers' process group.
         restarts: the number of restarts of the whole group that count against `max_restarts`.
     """
@@ -204,10 +204,6 @@ class GroupState:
     def lost(self) -> Mapping[int, WorkerFailure]:
         """The report of each lost member, by ascending rank."""
         return {member.rank: member.lost for member in self.members if member.lost is not None}
-
-    def rank_env(self, rank: int) -> Mapping[str, str]:
-        """Return the environment variables that describe a rank, such as LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
-        return self.variables[rank]
 
     def facts(self, rank: int) -> dict[str, Any]:
         """Return the facts about a rank in this epoch, as the worker publishes them."""

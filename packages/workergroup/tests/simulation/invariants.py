@@ -118,7 +118,7 @@ class Invariants:
         has = facts.get("rank"), facts.get("epoch"), facts.get("world_size")
         expected = member.rank, now.group_epoch, len(now.members)
         assert has == expected, f"stale facts: {actor} has {has} instead of {expected}"
-        for name, value in now.rank_env(member.rank).items() if now.variables else ():
+        for name, value in now.variables[member.rank].items() if now.variables else ():
             own = actor.worker.environ.get(name)
             assert own == value, f"stale facts: {actor} has {name}={own} instead of {value}"
 

@@ -126,11 +126,6 @@ class Changes:
         """Return whether the calling thread is the one that changes the group."""
         return self._thread == _world.current.thread()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no change is under way or waits."""
-        return self._thread is None and not self._queue
-
     def join(self, deadline: Deadline) -> bool:
         """Wait until no change runs; return whether that was before the deadline."""
         with self._lock:

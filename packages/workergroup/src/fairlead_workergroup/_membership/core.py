@@ -172,14 +172,13 @@ class Core:
         member = self.find(replies.actor_of(reply))
         return member is not None and not (self.is_present(member) and self.now.members[member.rank].lost is None)
 
-    def commit(self, state: GroupState) -> GroupState:
+    def commit(self, state: GroupState) -> None:
         """Begin an epoch with other members; the only way in which members are replaced."""
         with self.turn:
             if self.ending:
                 raise self.ended_error()
             self._note_members(state)
             self.now = replace(state, version=self.now.version + 1)
-            return self.now
 
     def _note_members(self, state: GroupState) -> None:
         """Note the workers of the next epoch, and those that leave."""

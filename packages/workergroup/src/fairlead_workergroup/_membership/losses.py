@@ -50,7 +50,7 @@ ENDED_S = 1.0
 REFUSED_EVERY_S = 0.1  # how soon a process that has refused a request is looked at again
 # Once a worker is known to be dead, the errors of others that have died with it are waited for until none has come for
 # this long. Ray reports three deaths within about 20 ms, and within more than 0.1 s if all CPUs are taken.
-TOGETHER_S = 0.15
+TOGETHER_S = 0.3
 # A node that does not answer in this time is not waited for. A very busy one answers in seconds.
 LOOK_S = 5.0
 # Ray reports the cause of a death that it knows at once, and may take this time to notice one.

@@ -183,10 +183,6 @@ class Slots:
         self._core = core
         self._owned = owned
 
-    def read(self) -> Sequence[Slot]:
-        """Return the slots of the cluster as they are now, or those that the group was made from."""
-        return self._cluster.slots() if isinstance(self._cluster, RayVirtualCluster) else tuple(self._cluster)
-
     def claim(self, slots: Iterable[Slot]) -> None:
         """Claim these slots in addition to those that are claimed already; a change that fails returns them."""
         new = [slot for slot in slots if not self._owned.holds(("slot", slot.key))]
@@ -200,12 +196,13 @@ class Slots:
         for slot in new:
             self._claim(slot)
 
-    def _claim_free(self, nodes: Sequence[int | None], why: str, remedy: str) -> list[Slot]:
-        """Claim and return usable slots of the cluster that no group uses, or refuse that with both texts.
+    def _claim_free(self, nodes: Sequence[int | None], why: str) -> list[Slot]:
+        """Claim and return usable slots of the cluster that no group uses, or raise an error that begins with `why`.
 
         `nodes` has for each of them the logical node whose slots come first, such as that of a lost node, or None.
         """
-        usable, free = [slot for slot in usable_slots(self.read()) if not self._owned.holds(("slot", slot.key))], []
+        slots = self._cluster.slots() if isinstance(self._cluster, RayVirtualCluster) else self._cluster
+        usable, free = [slot for slot in usable_slots(slots) if not self._owned.holds(("slot", slot.key))], []
         for node_idx in nodes:
             usable.sort(key=lambda slot: slot.node_idx != node_idx)
             while usable:
@@ -214,7 +211,10 @@ class Slots:
                     free.append(slot)
                     break
         if len(free) < len(nodes):
-            raise ValueError(f"{why} need as many free slots, and there are {len(free)} that can be used. {remedy}")
+            raise ValueError(
+                f"{why} need as many free slots, and there are {len(free)} that can be used. Make a new group on a "
+                "larger cluster, or resize this one with slots of another cluster (slots=...)."
+            )
         return free
 
     def _claim(self, slot: Slot) -> None:
@@ -239,8 +239,7 @@ class Slots:
             return list(slots)
         if not isinstance(self._cluster, RayVirtualCluster):
             raise ValueError(f"this group was made from slots, so give the {count} new ones: resize(..., slots=...)")
-        remedy = "Give slots of another cluster (slots=...)."
-        return self._claim_free([None] * count, f"{count} more worker(s)", remedy)
+        return self._claim_free([None] * count, f"{count} more worker(s)")
 
     def move(
         self, places: Sequence[Place], ranks: Sequence[int], why: str = "", *, near: bool = False
@@ -251,8 +250,7 @@ class Slots:
         """
         nodes = [places[rank].slot.node_idx if near else None for rank in ranks]
         is_tied = any(len(places[rank].tied_bundles[1]) > 1 for rank in ranks)
-        remedy = "Make a new group on a larger cluster."
-        free = [] if is_tied and not near else self._claim_free(nodes, f"{why}{len(ranks)} rank(s)", remedy)
+        free = [] if is_tied and not near else self._claim_free(nodes, f"{why}{len(ranks)} rank(s)")
         if is_tied and [slot.node_idx for slot in free] != nodes:
             raise ValueError(f"{why}the workers of tied groups do not move to other slots: restart them where they are")
         return move_places(places, dict(zip(ranks, free, strict=True)))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import ray
@@ -141,7 +142,7 @@ class Provisioner:
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         builder = RayWorkerBuilder(self.spec.builder.worker).with_methods(*self.spec.builder.methods)
         self.spec = dataclasses.replace(self.spec, builder=builder)
-        self.owned.own(("arguments",), self._forget_arguments)
+        self.owned.own(("arguments",), partial(setattr, self, "_arguments", None))
         self._publication = Publication(self._core.name_prefix, self.spec.token, described.plain)
         self.owned.own(("publication",), self._publication.withdraw)
         members = tuple(self._next_member(place, 0, 0) for place in places)
@@ -222,13 +223,9 @@ class Provisioner:
         """Return what the members of now do not need: workers, slots, and ports of an epoch that has not begun."""
         now = self._core.now
         self.owned.keep_workers({member.actor_id for member in now.members}, until)
-        if now.phase != "ended":
-            self.slots.keep(now.places)
-            used = None if self._now is None else id(self._now.lease)
-            self.owned.drop(key for key in self.owned.keys(PORT) if key[1] != used)
-
-    def _forget_arguments(self) -> None:
-        self._arguments = None
+        self.slots.keep(now.places)
+        used = None if self._now is None else id(self._now.lease)
+        self.owned.drop(key for key in self.owned.keys(PORT) if key[1] != used)
 
     def _next_member(self, place: Place, incarnation: int, restarts: int) -> Member:
         name, mark = actor_name(place, self.spec.token, incarnation), f"{self.spec.token}-{place.rank}-{incarnation}"

@@ -74,11 +74,9 @@ class WorkerHost:
             raise refusal
         if "plan" in how:
             flat, kwargs = _regroup(how["plan"], flat)
-        return (
-            self._fairlead_function(method, *flat, **kwargs)
-            if "function" in how
-            else getattr(self, method)(*flat, **kwargs)
-        )
+        if "function" in how:
+            return self._fairlead_function(method, *flat, **kwargs)
+        return getattr(self, method)(*flat, **kwargs)
 
     def _fairlead_call(self, how: Mapping[str, Any], /, *flat: Any, **kwargs: Any) -> Any:
         """Run a method or a function; see `_fairlead_begin`. With `silent`, drop its result, so that nothing is stored.
