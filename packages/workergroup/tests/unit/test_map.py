@@ -42,8 +42,7 @@ def test_a_task_that_is_cancelled_while_an_item_waits_to_be_sent(monkeypatch):
     core = SimpleNamespace(
         worker_class=worker_class,
         send=send,
-        connected=True,
-        connection=SimpleNamespace(check=lambda: None),
+        connection=SimpleNamespace(check=lambda: None, is_open=True),
     )
     options = MapOptions("round_robin", move_items=False)
     results = ResultStream(ItemMap(core, None, [0], "work", ["an item"], options).results)

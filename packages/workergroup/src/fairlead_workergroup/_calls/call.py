@@ -357,7 +357,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             try:
                 return self._shape(await self._results_on_loop(self._until(None)))
             except asyncio.CancelledError:
-                if self._core.connected:
+                if self._core.connection.is_open:
                     # A second cancellation ends this wait, but not the thread.
                     await asyncio.shield(asyncio.to_thread(self.cancel))
                 raise

@@ -151,7 +151,7 @@ class GroupHandle(TypedCalls):
     def _connect(self) -> "_ClientCore":
         """Return the core of this process, which is made at the first use."""
         with self._lock:
-            if self._core is None or not self._core.connected:
+            if self._core is None or not self._core.connection.is_open:
                 self._identity.connect()
                 with head_deadline(HEAD_S):
                     self._core = _ClientCore(self._identity, self._identity.read(), self._lock)

@@ -217,6 +217,6 @@ class ItemMap:
     def _close(self) -> None:
         """Cancel the unfinished items."""
         sent, self._sent = self._sent, {}
-        if self._core.connected:
+        if self._core.connection.is_open:
             unfinished = [arrivals.sent.replies[0] for arrivals in sent]
             cancel(self._core, unfinished, self._method.name, force=False)

@@ -132,11 +132,6 @@ class Core:
         """Whether all workers restart together."""
         return self.policy.scope == "group"
 
-    @property
-    def connected(self) -> bool:
-        """Whether the Ray that the group was made on is still the one of this process."""
-        return self.connection.is_open
-
     def check_alive(self) -> GroupState:
         """Return the state of a group that has not ended."""
         now = self.now

@@ -91,7 +91,7 @@ class Owned:
 
     def end(self, members: Collection[Member], until: Deadline) -> list[str]:
         """End workers and what they have started; return descriptions of those alive. The others are owned no more."""
-        left = kill_and_wait(members, until) if members and self._core.connected else []
+        left = kill_and_wait(members, until) if members and self._core.connection.is_open else []
         if not left:
             with self._lock:
                 for member in members:
@@ -112,7 +112,7 @@ class Owned:
 
     def leak(self) -> str:
         """Return the warning for a group that is dropped while it holds something, or "" if it holds nothing."""
-        if not self.keys("slot") or not self._core.connected:
+        if not self.keys("slot") or not self._core.connection.is_open:
             return ""
         return (
             f"The worker group {self._core.name_prefix!r} was dropped without shutdown(). Its workers are ended in the "
@@ -128,7 +128,7 @@ class Owned:
             self._workers.clear()
 
     def _release(self, key: Key, release: Callable[[], object]) -> None:
-        if key[0] != "slot" and not self._core.connected:
+        if key[0] != "slot" and not self._core.connection.is_open:
             return  # Ray has ended, and everything with it
         try:
             release()
@@ -136,7 +136,7 @@ class Owned:
             self._note_failure(f"release the {key[0]}", error)
 
     def _note_failure(self, what: str, error: Exception) -> None:
-        if self._core.connected:
+        if self._core.connection.is_open:
             logger.warning("Cannot %s: %s", what, error)
             self._succeeded = False
 
@@ -193,10 +193,10 @@ class Shutdown:
     def _clean_up(self, cleanup_method: str, until: Deadline) -> bool:
         """Run the user's method on the living workers; return whether all went well."""
         core = self._core
-        if not core.is_there or not core.connected:
+        if not core.is_there or not core.connection.is_open:
             return True
         # A change that is under way gives up at its next step. Until then it may end a worker under its cleanup.
-        self._changes.join(until.sooner(Deadline.after(JOIN_S)))
+        self._changes.join(Deadline.after(until.left(at_most=JOIN_S)))
         living = [member for member in core.now.members if member.lost is None and not is_known_dead(member.handle)]
         began = _world.current.now()
         how = {"method": cleanup_method, "silent": True}
