@@ -245,8 +245,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             ranks: the ranks, whether their workers live or not; None for those that are dead. Only restarts of dead
                 workers that are not named here count against `max_restarts`.
             elsewhere: start the given ranks in free slots of the cluster, for example because their node needs repair.
-                Otherwise a worker restarts in its slot; if its node is lost or drains, in a free slot of the
-                cluster, whose `replace_lost_nodes` reserves other slots in place of those on lost nodes.
+                Otherwise a worker restarts in its slot. If its node is lost or drains, it restarts in a free slot of
+                the cluster, whose `replace_lost_nodes` reserves other slots in place of those on lost nodes.
             timeout: the seconds that the preparation and the calls before may take; None for `Timeouts.start_s`. The
                 constructors and `Restart.method` of the new workers have as much time again.
 

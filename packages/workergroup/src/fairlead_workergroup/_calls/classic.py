@@ -9,6 +9,7 @@ from ray import ObjectRef
 from fairlead_sharding import NamedSharding
 
 from .._membership.losses import note_known_dead
+from .._replies import short_traceback
 from .call import Call, as_call, send_call
 from .plan import Axes, CallOptions, Column, Recipients, column_per_worker, first_of, make_plan, prepare_call, replicate
 from .results import MultiWorkerFuture
@@ -200,8 +201,9 @@ class ClassicCalls(AddressedWorkers):
             WorkerFailureError: a worker was lost.
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
-        call = as_call(self._target.core, self, future_bundle)
-        return call.get_results(return_generators_as_proxies=return_generators_as_proxies)
+        with short_traceback():
+            call = as_call(self._target.core, self, future_bundle)
+            return call.get_results(return_generators_as_proxies=return_generators_as_proxies)
 
     def _dispatch(
         self,
