@@ -65,7 +65,7 @@ class Connection:
         return self._made_on == connection()
 
     def check(self) -> None:
-        if not self.is_open:
+        if self._made_on != connection():
             raise WorkerGroupError(f"{self._group!r}: the Ray it was made on has been shut down; make a new group")
 
 

@@ -99,7 +99,7 @@ def test_functions_and_replies(gate, wait_until_running):
         assert (replies[1].error, replies[2].error) == (None, None)
         after = site.state()
         assert after.version > before.version
-        assert after[0].lost is not None
+        assert after.members[0].lost is not None
         with pytest.raises(WorkerFailureError):
             group.call("value")
         group.shutdown()

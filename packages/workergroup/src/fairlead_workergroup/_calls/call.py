@@ -112,7 +112,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
         with short_traceback():
-            result: Result = self._shape(self._results(self._until(timeout)))
+            result: Result = self._result(self._planned.deadline if timeout is None else self._until(timeout))
             return result
 
     def outcomes(self, timeout: float | None = None) -> list[Outcome]:
@@ -253,8 +253,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             self._check_open()
             return self.refs
         with short_traceback():
-            results = self._results(self._until(None))
-            return flatten(self.refs, results)
+            result = self._result(self._until(None))
+            return flatten(self.refs, [result] if self._is_single else result or [])
 
     def as_argument(self) -> ObjectRef[Any] | Gathered:
         self._check_passable()
@@ -333,19 +333,13 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
                 raise error.with_traceback(None)
         return arrivals
 
-    def _shape(self, results: list[Any]) -> Any:
-        """Return the results as `result` does."""
-        if self._planned.options.discard:
-            return None
-        return results[0] if self._is_single else results
-
-    def _results(self, deadline: Deadline) -> list[Any]:
+    def _result(self, deadline: Deadline) -> Any:
         """Wait for all called workers and fetch the results; the first failure ends the wait or repeats the call."""
         while True:
             self._check_open()
             arrivals = self._wait_until_sent(deadline)
             try:
-                return arrivals.results(deadline, arrivals.check_late)
+                return arrivals.result(deadline, arrivals.check_late)
             except RayError as error:  # every exception of a worker, and none of a signal handler here
                 failure = arrivals.failure(error, deadline)
             # A restart takes seconds.
@@ -355,15 +349,15 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     async def _wait_on_loop(self) -> Any:
         with short_traceback():
             try:
-                return self._shape(await self._results_on_loop(self._until(None)))
+                return await self._result_on_loop(self._until(None))
             except asyncio.CancelledError:
                 if self._core.connection.is_open:
                     # A second cancellation ends this wait, but not the thread.
                     await asyncio.shield(asyncio.to_thread(self.cancel))
                 raise
 
-    async def _results_on_loop(self, deadline: Deadline) -> list[Any]:
-        """Wait for the last reply on the event loop. Whatever is not a plain success is settled by `_results`."""
+    async def _result_on_loop(self, deadline: Deadline) -> Any:
+        """Wait for the last reply on the event loop. Whatever is not a plain success is settled by `_result`."""
         self._check_open()
         if self._poll() is None and self.sending is not None:
             await until(self.sending.add_done_callback, deadline)
@@ -372,8 +366,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         await until(partial(watch, ends), deadline, arrivals.check_late)
         if not self._yields_items:
             with contextlib.suppress(RayError, NotYet):
-                return arrivals.results(Deadline.after(0.0), None)
-        return await asyncio.to_thread(self._results, deadline)
+                return arrivals.result(Deadline.after(0.0), None)
+        return await asyncio.to_thread(self._result, deadline)
 
     def _stream(self, timeout: float | None, turn_s: float | None) -> Generator[list[Outcome]]:
         """Yield the items of generators as they arrive; see `stream`."""

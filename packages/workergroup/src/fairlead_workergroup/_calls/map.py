@@ -185,7 +185,7 @@ class ItemMap:
             return
         for arrivals in sorted(map(waiting.__getitem__, news), key=lambda arrivals: self._sent[arrivals].position):
             try:
-                (value,) = arrivals.results(NEVER, arrivals.check_late)
+                value = arrivals.result(NEVER, arrivals.check_late)
             except RayError as error:  # every exception of a worker
                 self._fail(self._release(arrivals), arrivals.failure(error, NEVER))
             else:

@@ -187,11 +187,16 @@ class Arrivals:
         late = late_workers([worker for worker in workers if worker is not None])
         return CallTimeoutError(self._method, _world.current.now() - self.sent.call.began, len(self._ranks), late)
 
-    def results(self, deadline: Deadline, check_late: CheckLate | None) -> list[Any]:
-        """Return the wanted results in order, once all called workers have finished; the first error ends the wait."""
-        wanted, others = self.sent.call.recipients.positions
+    def result(self, deadline: Deadline, check_late: CheckLate | None) -> Any:
+        """Return what `Call.result` does, once all called workers have finished; the first error ends the wait."""
+        call = self.sent.call
+        wanted, others = call.recipients.positions
         in_order = [self.sent.replies[position] for position in (*wanted, *others)]
-        return collect(in_order, deadline, check_late)[: len(wanted)]
+        fetch = values if call.method.result == "value" else collect
+        results = fetch(in_order, deadline, check_late)[: len(wanted)]
+        if call.options.discard:
+            return None
+        return results[0] if call.options.collect == () else results
 
     def value(self, ref: Any, deadline: Deadline) -> Any:
         """Return the value of a reference that is here or will be soon, or raise the failure of the call."""

@@ -81,17 +81,19 @@ class Target:
         kwargs: Mapping[str, Any],
     ) -> Call:
         """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive until its end."""
-
-        def make() -> tuple[CallPlan, NamedSharding]:
-            of_group, own = self.find_axes()
-            return make_plan(own, options), of_group
-
-        self.core.renew()
+        if not self.core.is_owner:
+            self.core.renew()
         called = self.core.worker_class.method(method)
-        plan, sharding = make()
+        sharding, own = self.find_axes()
+        plan = make_plan(own, options)
+
+        def plan_again() -> tuple[CallPlan, NamedSharding]:
+            sharding, own = self.find_axes()
+            return make_plan(own, options), sharding
+
         # Values that were split for the size that the group had cannot be sent when it has another one.
         is_split = any(isinstance(value, (Shard, PerWorker)) for value in (*args, *kwargs.values()))
-        replan = None if is_split else make
+        replan = None if is_split else plan_again
         planned = prepare_call(
             self.core, called, plan, args, kwargs, options, column=plan.column, sharding=sharding, replan=replan
         )

@@ -39,7 +39,7 @@ class Method:
     signature: inspect.Signature | None  # None if Python cannot tell
     function: Any = None  # pickled, or a reference to that; None for a method
 
-    @property
+    @cached_property
     def result(self) -> str:
         """The result of a call: "value", or "items" if it yields them."""
         return "items" if self.kind in ("generator", "async_generator") else "value"
