@@ -26,12 +26,11 @@ from fairlead_placement import RayVirtualCluster
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Shard
 from fairlead_workergroup._arguments import Arguments
-from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan, make_requests
+from fairlead_workergroup._calls.plan import CallOptions, make_columns, make_plan, make_requests
 from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._membership.places import lay_out
 from fairlead_workergroup._membership.provision import WINDOW, create_actors, plan_workers, wait_started
-from fairlead_workergroup._model import GroupState, Member, RestartPolicy
-from fairlead_workergroup._start.environment import WorkerPython
+from fairlead_workergroup._model import GroupState, Member, Restart
 from fairlead_workergroup._start.worker_class import Method, WorkerClass
 from fairlead_workergroup._status import read_statuses
 from fairlead_workergroup._world import Deadline
@@ -60,7 +59,7 @@ def simulated_rows() -> Iterator[Row]:
     began, cpu = time.perf_counter(), time.process_time()
     places = lay_out(make_slots(SIMULATED_NODES, SIMULATED_PER_NODE), prefix="sim")
     places = tuple(replace(one, coords=sharding.get_worker_coords(one.rank)) for one in places)
-    plans = plan_workers(places, described, env_vars={}, python=WorkerPython())
+    plans = plan_workers(places, described, env_vars={}, python={})
     planned_cpu = time.process_time() - cpu
     suffixes = [str(rank) for rank in range(count)]
     actors: dict[int, Any] = {}
@@ -97,7 +96,7 @@ def simulated_rows() -> Iterator[Row]:
     yield Row("  simulated: of that, planning", f"{each * 1e6:.0f} us each", "at most 150 us", each <= 150e-6)
 
     agents = Agents()
-    core = Core("sim", places, sharding, policy=RestartPolicy())
+    core = Core("sim", places, sharding, policy=Restart())
     pid, tick = agents.process
     here = tuple(replace(one, pid=pid, started=tick) for one in members)
     core.commit(GroupState(0, 0, sharding, here, phase="serving"))
@@ -115,11 +114,11 @@ def simulated_rows() -> Iterator[Row]:
 
 def _call_rows(sharding: NamedSharding, members: Sequence[Member]) -> Iterator[Row]:
     """Measure the plan, the requests and their sending to actors that pickle the arguments, and nothing of Ray."""
-    method, mesh = Method("step", "plain", None), Mesh(sharding)
+    method = Method("step", "plain", None)
     pieces = [np.zeros(1) for _ in range(sharding.shape["dp"])]
 
     def call() -> None:
-        plan = make_plan(mesh, CallOptions(collect=("dp",)))
+        plan = make_plan(sharding, CallOptions(collect=("dp",)))
         batch, rate = Shard(pieces, "dp"), {"lr": 0.1}
         with patch.object(ray, "put", lambda value: value):
             columns = make_columns(method, [batch], rate, plan.column, Arguments().prepare)

@@ -28,7 +28,7 @@ from fairlead_placement.extension import run_on_nodes
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import RayWorkerGroup, Restart, Shard, WorkerFailureError
 from fairlead_workergroup._arguments import Arguments
-from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan, make_requests
+from fairlead_workergroup._calls.plan import CallOptions, make_columns, make_plan, make_requests
 from fairlead_workergroup._observe import query
 from fairlead_workergroup._observe.query import ask_nodes
 from fairlead_workergroup._remote import node as _node
@@ -129,13 +129,13 @@ def _plan_rows() -> Iterator[Row]:
         ranks = np.random.default_rng(0).permutation(workers)
         pieces = [np.zeros(1) for _ in range(64)]
         for how in ("a new plan", "a plan that is known"):
-            mesh = Mesh(NamedSharding(ranks.reshape(*axes.values()), list(axes)))
+            mesh = NamedSharding(ranks.reshape(*axes.values()), list(axes))
 
             def plan(again: bool = how != "a new plan") -> None:
                 nonlocal mesh
                 if not again:
                     make_plan.cache_clear()
-                    mesh = Mesh(NamedSharding(ranks.reshape(*axes.values()), list(axes)))  # noqa: B023
+                    mesh = NamedSharding(ranks.reshape(*axes.values()), list(axes))  # noqa: B023
                 plan = make_plan(mesh, CallOptions(collect=("dp", "pp")))
                 batch, rate = Shard(pieces, "dp"), {"lr": 0.1}  # noqa: B023
                 with patch.object(ray, "put", lambda value: value):

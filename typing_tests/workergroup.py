@@ -30,14 +30,10 @@ class Worker:
         wg_torch.destroy()
 
 
-def variables(place: wg.Place) -> dict[str, str]:
-    return {"RANK_OF_NODE": str(place.node_rank)}
-
-
 def create(cluster: RayVirtualCluster, slots: Sequence[Slot], options: wg.WorkerOptions) -> None:
     axes = NamedSharding.from_shape(dp=2, tp=4)
     builder = wg.RayWorkerBuilder(Worker, 1, key="value")
-    with wg.RayWorkerGroup(cluster, builder, sharding_annotations=axes, env_vars=variables, worker=options) as group:
+    with wg.RayWorkerGroup(cluster, builder, sharding_annotations=axes, env_vars={"A": "1"}, worker=options) as group:
         assert_type(group, wg.RayWorkerGroup)
     policies = wg.Restart(on_failure=True, scope="group"), wg.Elastic(on_resize="join"), wg.Timeouts(call_s=60)
     wg.RayWorkerGroup(slots, "package.Worker", restart=policies[0], elastic=policies[1], timeouts=policies[2])

@@ -33,9 +33,9 @@ def fail_at(group, rank, side, phase, how):
         find_shared("faults", {})[side, phase] = how
 
     site = Site(group)
-    requests = site.send("plan_fault", ray.cloudpickle.dumps(plan_fault), {site.state()[rank]: ()})
+    requests = site.send("plan_fault", ray.cloudpickle.dumps(plan_fault), {site.state().members[rank]: ()})
     reply = site.collect(requests, 30.0)[rank]
-    assert reply.is_good, reply
+    assert reply.error is None, reply
 
 
 def send_and_time(link, version, least_s=3.0):

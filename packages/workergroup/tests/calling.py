@@ -93,8 +93,8 @@ class Worker:
         await asyncio.sleep(seconds)
         return value
 
-    def with_our_names(self, collect, timeout, discard=None, first_along=None):
-        return collect, timeout, discard, first_along
+    def with_our_names(self, collect, timeout, discard=None, retries=None):
+        return collect, timeout, discard, retries
 
     def gathered_items(self, values):
         yield from values

@@ -12,7 +12,7 @@ from ._descriptions import compare_replicas, one_sided
 from ._remote.replies import Committed, Described, Fetched, Refused
 from ._report import TransferReport
 from ._routes import Route, Router
-from ._side import Requests, Side, States, describe_reply, first_error
+from ._side import Requests, Side, States, describe_reply, first_error, is_late, is_lost
 from ._tasks import CommitOptions
 from .exceptions import LayoutMismatchError, Phase, RankFailure, Role, TransferError
 
@@ -142,9 +142,9 @@ class Attempt:
         replies = self.target.wait(requests, self._left(), all_of_them=True)
         failures: dict[int, str] = {}
         for rank, reply in replies.items():
-            if not reply.late:
+            if not is_late(reply):
                 ends[rank].unconfirmed = None
-            if reply.is_good:
+            if reply.error is None:
                 committed = Committed(*reply.value)
                 if (reason := self.states.note(ends[rank], committed)) is not None:
                     failures[rank] = reason
@@ -341,19 +341,19 @@ class Attempt:
     ) -> dict[int, _Value]:
         """Wait for the replies of a round. `others` are cancelled if one of these fails."""
         replies = side.wait(requests, self._left())
-        bad = {rank: reply for rank, reply in replies.items() if not reply.is_good}
-        values = {rank: kind(*reply.value) for rank, reply in replies.items() if reply.is_good}
+        bad = {rank: reply for rank, reply in replies.items() if reply.error is not None}
+        values = {rank: kind(*reply.value) for rank, reply in replies.items() if reply.error is None}
         superseded = [rank for rank, value in values.items() if value.outcome == "superseded"]
         if not bad and not superseded:
             return values
         side.cancel(requests, replies)
         self.target.cancel(others or {}, {})
-        lost = {rank: describe_reply(reply) for rank, reply in bad.items() if reply.failure is not None}
+        lost = {rank: describe_reply(reply) for rank, reply in bad.items() if is_lost(reply)}
         if lost and side.name == "source":
             raise _Repeat(phase, lost, lost=True)
         reasons = {rank: describe_reply(reply) for rank, reply in bad.items()}
         reasons.update(dict.fromkeys(superseded, "another attempt of this link has superseded this one"))
-        late = any(reply.late is not None for reply in bad.values())
+        late = any(map(is_late, bad.values()))
         remedy = RESTART if lost else MORE_TIME if late else FIX
         raise self._error(phase, side.role, reasons, remedy) from first_error(bad)
 

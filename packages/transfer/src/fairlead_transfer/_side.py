@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import ray
 
-from fairlead_workergroup import RayWorkerGroup, WorkerGroupError
-from fairlead_workergroup.extension import Member, Reply, Site
+from fairlead_workergroup import CallTimeoutError, Outcome, RayWorkerGroup, WorkerFailureError, WorkerGroupError
+from fairlead_workergroup.extension import Member, Site
 
 from ._remote.end import End
 from ._remote.entry import serve
@@ -138,18 +138,18 @@ class Side:
             self._code = ray.put(ray.cloudpickle.dumps(End))
         return self._code
 
-    def wait(self, requests: Requests, timeout_s: float, *, all_of_them: bool = False) -> dict[int, Reply]:
+    def wait(self, requests: Requests, timeout_s: float, *, all_of_them: bool = False) -> dict[int, Outcome]:
         """Wait for replies, as `Site.collect` does."""
         replies = self._site.collect(requests, timeout_s, all_of_them=all_of_them)
-        for rank, reply in replies.items():
-            if reply.is_good and self.ends[rank].process == reply.worker.key:
-                self.ends[rank].installed = True
+        for member in requests:
+            reply, end = replies.get(member.rank), self.ends[member.rank]
+            if reply is not None and reply.error is None and end.process == member.key:
+                end.installed = True
         return replies
 
-    def cancel(self, requests: Requests, replies: Mapping[int, Reply]) -> None:
+    def cancel(self, requests: Requests, replies: Mapping[int, Outcome]) -> None:
         """Keep the requests without a reply from starting."""
-        late = {who: ref for who, ref in requests.items() if who.rank not in replies or replies[who.rank].late}
-        self._site.cancel(late)
+        self._site.cancel({who: ref for who, ref in requests.items() if is_late(replies.get(who.rank))})
 
     def release(self, epoch: int, ranks: Collection[int] | None = None) -> None:
         """Have the living ends, or some of them, drop the tensors of an attempt, without waiting for it."""
@@ -215,16 +215,30 @@ class States:
         return text if reply.outcome == "superseded" else "it has lost what it had staged"
 
 
-def describe_reply(reply: Reply) -> str:
+def is_late(reply: Outcome | None) -> bool:
+    """Return whether a request has no reply, or none that came by the deadline."""
+    return reply is None or isinstance(reply.error, CallTimeoutError)
+
+
+def is_lost(reply: Outcome) -> bool:
+    """Return whether the worker of a request was lost."""
+    return isinstance(reply.error, WorkerFailureError)
+
+
+def describe_reply(reply: Outcome) -> str:
     """Return why a request has failed."""
-    if reply.failure is not None:
-        return f"{reply.failure.kind}: {reply.failure.cause}"
-    if reply.late is not None:
-        doing = f" It is in {reply.late.method!r} for {reply.late.running_s:.1f} s." if reply.late.method else ""
+    error = reply.error
+    if isinstance(error, WorkerFailureError):
+        own = [failure for failure in error.failures if failure.rank == reply.rank]
+        return "; ".join(f"{failure.kind}: {failure.cause}" for failure in own or error.failures)
+    if isinstance(error, CallTimeoutError):
+        running = [worker for worker in error.late if worker.rank == reply.rank and worker.method]
+        doing = "".join(f" It is in {worker.method!r} for {worker.running_s:.1f} s." for worker in running)
         return f"it did not reply by the deadline.{doing}"
-    return f"{type(reply.error).__name__}: {reply.error}"
+    return f"{type(error).__name__}: {error}"
 
 
-def first_error(replies: Mapping[int, Reply]) -> BaseException | None:
+def first_error(replies: Mapping[int, Outcome]) -> BaseException | None:
     """Return the first error that a worker has raised."""
-    return next((reply.error for reply in replies.values() if reply.error is not None), None)
+    raised = (reply.error for reply in replies.values() if not is_late(reply) and not is_lost(reply))
+    return next((error for error in raised if error is not None), None)

@@ -16,7 +16,7 @@ from fairlead_transfer._descriptions import Selection
 from fairlead_transfer._remote.end import End
 from fairlead_transfer._routes import Router
 from fairlead_transfer._side import EndState, Side, States
-from fairlead_workergroup.extension import Reply
+from fairlead_workergroup import Outcome
 
 from ..ends import Worker
 
@@ -48,9 +48,9 @@ class Here(Side):
 
     def run(self, rank, operation, args):
         try:
-            return Reply(self.members[rank], asyncio.run(self.served[rank].serve(self.group[rank], operation, args)))
+            return Outcome(rank, {}, asyncio.run(self.served[rank].serve(self.group[rank], operation, args)))
         except ArithmeticError as error:
-            return Reply(self.members[rank], error=error)
+            return Outcome(rank, {}, error=error)
 
     def wait(self, requests, timeout_s, *, all_of_them=False):
         return {member.rank: reply for member, reply in requests.items()}

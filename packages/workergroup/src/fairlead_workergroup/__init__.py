@@ -23,8 +23,8 @@ from ._calls.view import GroupView
 from ._context import CurrentWorker, current_worker, report_progress
 from ._group import RayWorkerGroup
 from ._launch import launch
-from ._model import GroupState, Place
-from ._options import Elastic, Restart, Timeouts
+from ._model import GroupState, Place, Restart
+from ._options import Elastic, Timeouts
 from ._replies import ResultStream
 from ._start.environment import WorkerOptions, recursive_merge_options
 from ._start.worker_class import RayWorkerBuilder

@@ -4,7 +4,7 @@
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
@@ -20,7 +20,6 @@ from ._calls.call import call_hook
 from ._calls.classic import ClassicCalls
 from ._calls.handle import GroupHandle, GroupIdentity
 from ._calls.map import MapOptions, Strategy
-from ._calls.plan import Mesh
 from ._calls.view import Target, TypedCalls
 from ._context import check_compression
 from ._membership import operations
@@ -29,8 +28,8 @@ from ._membership.core import Core
 from ._membership.owned import Owned, Shutdown
 from ._membership.places import check_sharding, lay_out
 from ._membership.provision import GroupSpec, Provisioner
-from ._model import GroupState, Place, RestartPolicy
-from ._options import Elastic, FlatOptions, Restart, Timeouts, parse_memory, read_option, read_restart
+from ._model import GroupState, Place, Restart
+from ._options import Elastic, FlatOptions, Timeouts, parse_memory, read_option, read_restart
 from ._start.environment import WorkerOptions, check_env_vars, choose_python
 from ._start.worker_class import ClassLike, RayWorkerBuilder
 from ._status import ObservedGroup
@@ -52,17 +51,16 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         bundle_indices_list: instead of `workers_per_node`, `(node_idx, [Ray's bundle indices])` for each *tied group*,
             whose workers share one model copy.
         sharding_annotations: the axes over the ranks; one axis `worker` if None.
-        env_vars: environment variables of the workers, or a function that returns those of the worker at a `Place`, of
-            the same names for all. The driver's environment is not copied to them. The variables of ranks, `RAY_*` and
-            those that choose devices are left out, with a warning.
+        env_vars: environment variables of the workers. The driver's environment is not copied to them. The variables of
+            ranks, `RAY_*` and those that choose devices are left out, with a warning.
         python: the Python of the workers: a `VenvSpec` or a uv command, which is built on their nodes if necessary, or
             the path of an interpreter that all nodes have. None is the entry of the class in `actor_environments` of
             fairlead-venvs, and without an entry the driver's Python. It must have the cluster's version of Ray, and
             needs no package of Fairlead.
         restart: how lost workers are restarted; None for `Restart()`, which leaves it to `restart_failed_workers`.
         elastic: the method that a resize calls; None for `Elastic()`.
-        worker: the accelerators that a worker sees, its Ray options, and the master port; None for `WorkerOptions()`,
-            with which it sees its own and has the options of the class.
+        worker: the accelerators that a worker sees, and the master port; None for `WorkerOptions()`, with which it sees
+            its own. Other options of Ray's actors are those of the class's own `@ray.remote`.
         memory_limit: the memory, in bytes or as "8GB" or "512MiB", that a worker and its descendants may hold together.
             Above it, Fairlead ends all of them, with kind "out-of-memory". Files, shared memory and the values of the
             object store do not count.
@@ -98,7 +96,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         name_prefix: str = "",
         bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
         sharding_annotations: NamedSharding | None = None,
-        env_vars: Mapping[str, str] | Callable[[Place], Mapping[str, str]] | None = None,
+        env_vars: Mapping[str, str] | None = None,
         *,
         python: str | VenvSpec | None = None,
         restart: Restart | None = None,
@@ -112,7 +110,6 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         builder = remote_worker_builder
         if not isinstance(builder, RayWorkerBuilder):
             builder = RayWorkerBuilder(builder)
-        env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars)
         if async_communication not in (True, False, "auto"):
             raise ValueError(f"async_communication must be True, False or 'auto', got {async_communication!r}")
         restart = read_restart(restart, flat, RayWorkerGroup.__init__)
@@ -127,24 +124,23 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             cluster=cluster,
             builder=builder,
             python=choose_python(python, builder.ray_actor_class_fqn),
-            env_vars=env_vars,
+            env_vars=check_env_vars(env_vars),
             options=read_option("worker", worker, WorkerOptions),
             compression=check_compression(flat.get("enable_gradient_compression", False)),
             memory_limit=limit,
             token=token,
             concurrent=async_communication,
             start_timeout_s=float(timeouts.start_s),
-            hooks=[name for name in (restart.method, elastic.on_resize) if name is not None],
+            on_resize=elastic.on_resize,
         )
         self.cluster = cluster
         self.name_prefix: str = name_prefix or builder.ray_actor_class_fqn.rpartition(".")[2]
         places, sharding = self._lay_out(workers_per_node, bundle_indices_list, sharding_annotations)
-        policy = RestartPolicy(restart.on_failure, restart.max_restarts, restart.scope)
         self._core = core = Core(
-            self.name_prefix, places, sharding, policy=policy, call_timeout_s=timeouts.call_s, memory_limit=limit
+            self.name_prefix, places, sharding, policy=restart, call_timeout_s=timeouts.call_s, memory_limit=limit
         )
-        self._own_target = Target(core, Mesh(sharding), sharding, map_options)
-        self._assemble(spec, restart.method, elastic.on_resize)
+        self._target = Target(core, map_options)
+        self._assemble(spec)
         self._start()
 
     def _lay_out(
@@ -161,12 +157,11 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         sharding = check_sharding(given, len(places))
         return tuple(replace(place, coords=sharding.get_worker_coords(place.rank)) for place in places), sharding
 
-    def _assemble(self, spec: GroupSpec, on_restart: str | None, on_resize: str | None) -> None:
+    def _assemble(self, spec: GroupSpec) -> None:
         """Make the parts around the core of the group."""
         core = self._core
         self._provisioner = Provisioner(spec, core, Owned(core), getattr(self.cluster, "port_range", None))
-        core.described = self._provisioner
-        self._changes = Changes(core, self._provisioner, partial(call_hook, core), on_restart, on_resize)
+        self._changes = Changes(core, self._provisioner, partial(call_hook, core))
         core.changes = self._changes
         self._shutdown = Shutdown(core, self._changes, self._provisioner.owned)
 
@@ -176,6 +171,7 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
         release_when_dropped(self, owned.leak, partial(owned.close, Deadline()))
         try:
             self._changes.run(operations.start(), self._provisioner.deadline(None))
+            self._provisioner.await_handles()
             took = time.monotonic() - began
             logger.info("Started %d worker(s) of %r in %.1f s.", self.world_size, self.name_prefix, took)
         except BaseException:
@@ -249,8 +245,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
             ranks: the ranks, whether their workers live or not; None for those that are dead. Only restarts of dead
                 workers that are not named here count against `max_restarts`.
             elsewhere: start the given ranks in free slots of the cluster, for example because their node needs repair.
-                Otherwise a worker restarts in its slot. If its node is gone, it restarts in the slot that the cluster's
-                `replace_lost_nodes` reserves instead; if Ray drains the node, in a free slot of another node.
+                Otherwise a worker restarts in its slot. If its node is lost or drains, it restarts in a free slot of
+                the cluster, whose `replace_lost_nodes` reserves other slots in place of those on lost nodes.
             timeout: the seconds that the preparation and the calls before may take; None for `Timeouts.start_s`. The
                 constructors and `Restart.method` of the new workers have as much time again.
 
@@ -362,8 +358,8 @@ class RayWorkerGroup(TypedCalls, ClassicCalls, ObservedGroup):
     if not TYPE_CHECKING:  # for a type checker, it would make every name an attribute
 
         def __getattr__(self, name):
-            described = getattr(self.__dict__.get("_core"), "described", None)
-            if name in getattr(getattr(described, "worker_class", None), "methods", ()):
+            worker_class = getattr(self.__dict__.get("_core"), "worker_class", None)
+            if name in getattr(worker_class, "methods", ()):
                 raise AttributeError(f"{name!r} is a method of the workers: call it with group.call({name!r})")
             return super().__getattribute__(name)  # raises Python's own error
 

@@ -5,9 +5,9 @@ import contextlib
 import difflib
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
@@ -17,16 +17,16 @@ from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
 from ._group import RayWorkerGroup
-from ._model import Place
-from ._options import Restart, Timeouts, read_option
+from ._model import Restart
+from ._options import Timeouts, read_option
 from ._remote.describe import undecorate
-from ._start.environment import WorkerOptions, check_env_vars, choose_python
+from ._start.environment import check_env_vars, choose_python
 from ._start.worker_class import ClassLike, RayWorkerBuilder
 from ._status import check_seconds
 from ._world import Deadline
 
 # How the options of other libraries begin that could be taken for axes.
-_NO_AXES = ("num_", "gpu", "cpu", "timeout", "max_", "memory", "nodes", "retries")
+_NO_AXES = ("num_", "gpu", "cpu", "max_", "memory", "nodes", "retries")
 # The connection to the Ray that a group has started and ends, and what that group holds of it.
 _own_ray: tuple[object, Mapping[str, float]] = (None, {})
 
@@ -34,7 +34,7 @@ _own_ray: tuple[object, Mapping[str, float]] = (None, {})
 def launch(
     worker: RayWorkerBuilder | ClassLike,
     /,
-    *,
+    *positional: NoReturn,
     workers: int | None = None,
     init_args: list[Any] | tuple[Any, ...] = (),
     init_kwargs: dict[str, Any] | None = None,
@@ -42,7 +42,7 @@ def launch(
     gpus_per_worker: float = 0,
     cpus_per_worker: int = 1,
     python: str | VenvSpec | None = None,
-    env_vars: Mapping[str, str] | Callable[[Place], Mapping[str, str]] | None = None,
+    env_vars: Mapping[str, str] | None = None,
     restart: Restart | None = None,
     name_prefix: str = "",
     timeout_s: float = 600.0,
@@ -90,13 +90,15 @@ def launch(
     ...     group.sharding_annotations.shape, group.call("total").result()
     ({'dp': 2, 'tp': 2}, [0, 0, 0, 0])
     """
+    if positional:
+        raise TypeError(f"launch takes the class and then options by name, such as workers=2, got {positional}")
     init_kwargs = {} if init_kwargs is None else init_kwargs
     _check_start(init_args, init_kwargs, timeout_s, gpus_per_worker)
     builder = _make_builder(worker, init_args, init_kwargs)
     sharding = NamedSharding.from_shape(**_check_axes(worker, workers, axes))
     restart = read_option("restart", restart, Restart)
     python = choose_python(python, builder.ray_actor_class_fqn)
-    env_vars = env_vars if callable(env_vars) else check_env_vars(env_vars)
+    env_vars = check_env_vars(env_vars)
     deadline = Deadline.after(timeout_s)
     gpus = {"GPU": gpus_per_worker} if gpus_per_worker else {}
     # One that is never reserved: it refuses wrong options before Ray is started.
@@ -128,7 +130,6 @@ def launch(
             env_vars=env_vars,
             python=python,
             restart=restart,
-            worker=WorkerOptions(share_devices=0 < gpus_per_worker < 1),
             timeouts=Timeouts(start_s=deadline.left() or 0.001),
         )
         group.made = made.pop_all()
@@ -202,7 +203,7 @@ def _check_room(cluster: RayVirtualCluster, bundle: Mapping[str, float], nodes: 
 
 def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) -> Mapping[str, int]:
     """Return the axes over the workers; refuse arguments of the constructor, and options that `launch` lacks."""
-    options = [name for name in signature(launch).parameters if name not in ("worker", "axes")]
+    options = [name for name in signature(launch).parameters if name not in ("worker", "positional", "axes")]
     target: Any = worker.worker if isinstance(worker, RayWorkerBuilder) else worker
     cls = None if isinstance(target, str) else undecorate(target)
     for name, size in axes.items():
@@ -213,11 +214,10 @@ def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) ->
         is_size = isinstance(size, int) and not isinstance(size, bool)
         kinds = (RayVirtualCluster, RayWorkerGroup, Restart, Timeouts)
         owner = [kind.__name__ for kind in kinds if name in signature(kind).parameters]
-        near = difflib.get_close_matches(name, options, 1, 0.75)
-        if owner and not (name == "worker" and is_size):
-            hint = f": give it to {owner[0]}. See the docstring of launch."
-        elif near:
+        if near := difflib.get_close_matches("timeout_s" if "timeout" in name else name, options, 1, 0.75):
             hint = f". Did you mean {near[0]}?"
+        elif owner:
+            hint = f": give it to {owner[0]}. See the docstring of launch."
         elif name.startswith(_NO_AXES):
             hint = f". Its options are {', '.join(options)}; call an axis otherwise."
         elif not is_size:

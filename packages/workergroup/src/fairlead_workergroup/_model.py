@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that say who is in a group: places, members, and the state of the group at one moment. Pure."""
+"""The values that say who is in a group: places, members, and its state at one moment; and when members restart."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -10,9 +10,35 @@ from fairlead_placement import Slot
 from fairlead_placement.extension import format_coords
 from fairlead_sharding import NamedSharding
 
-from .exceptions import STATE, FailureKind, WorkerFailure
+from .exceptions import FailureKind, WorkerFailure
 
 Phase = Literal["starting", "serving", "broken", "ended"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """How a group restarts lost workers.
+
+    Attributes:
+        on_failure: restart them before the next call that reaches one of them. The call that met the loss still raises,
+            unless it was made with `retries`. Without it, `restart_failed_workers` restarts them.
+        max_restarts: the number of restarts for each rank, or with scope "group" for the group.
+        scope: "worker" restarts only the lost workers; "group" restarts all workers with a new master port, which
+            collectives need. With `on_failure` and "group", every call restarts them while a worker is lost.
+        method: a method of the class, without arguments, that restarted workers run first, such as one that reloads a
+            checkpoint.
+    """
+
+    on_failure: bool = False
+    max_restarts: int = 3
+    scope: Literal["worker", "group"] = "worker"
+    method: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
+            raise ValueError(f"max_restarts must be a whole number of at least 0, got {self.max_restarts!r}")
+        if self.scope not in ("worker", "group"):
+            raise ValueError(f"scope must be 'worker' or 'group', got {self.scope!r}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +80,7 @@ def configure_ask(place: Place, num_gpus_per_node: int | None) -> dict[str, Any]
     }
 
 
-def describe_place(place: Place) -> dict[str, Any]:
+def describe_place(place: Place, state: str) -> dict[str, Any]:
     """Return the worker's entry in `worker_metadata`."""
     return {
         "node_idx": place.slot.node_idx,
@@ -65,7 +91,7 @@ def describe_place(place: Place) -> dict[str, Any]:
         "dp_shard_idx": place.tied_group,
         "bundle_index": place.slot.bundle_index,
         "node_id": place.slot.node_id,
-        "state": "alive",
+        "state": state,
     }
 
 
@@ -138,26 +164,6 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Resize:
-    """A change of the size of one axis.
-
-    Attributes:
-        epoch: the epoch of the group that it began.
-        axis: the axis.
-        before: its size before.
-        after: its size since then.
-    """
-
-    epoch: int
-    axis: str
-    before: int
-    after: int
-
-    def __str__(self) -> str:
-        return f"from {self.axis}={self.before} to {self.axis}={self.after} in epoch {self.epoch}"
-
-
-@dataclass(frozen=True)
 class GroupState:
     """All members of a group at one moment, which never changes.
 
@@ -167,13 +173,11 @@ class GroupState:
             no worker sees it with the facts of another one.
         sharding: the axes over the ranks.
         members: the members by rank.
-        phase: "starting", "serving", "broken" (a resize failed after it had begun to change the workers, and nothing
-            has repaired that), or "ended".
+        phase: "starting", "serving", "broken" (a resize failed after it had begun to change the workers, and no call is
+            sent until a restart or a resize has repaired that), or "ended".
         restarting: the ranks that are being restarted, in ascending order.
-        departed: the last member of each rank that the group does not have any more.
-        resizes: the resizes so far.
-        variables: the environment variables that describe each rank, by rank; empty in processes that have not made
-            the group.
+        variables: the environment variables that describe a rank, such as LOCAL_RANK and MASTER_PORT, by rank; empty in
+            processes that have not made the group.
         master: the address and the port of the store of the workers' process group.
         restarts: the number of restarts of the whole group that count against `max_restarts`.
     """
@@ -184,24 +188,13 @@ class GroupState:
     members: tuple[Member, ...]
     phase: Phase = "starting"
     restarting: tuple[int, ...] = ()
-    departed: Mapping[int, Member] = field(default_factory=dict)
-    resizes: tuple[Resize, ...] = ()
     variables: tuple[Mapping[str, str], ...] = ()
     master: tuple[str, int] = ("", 0)
     restarts: int = 0
 
-    def __getitem__(self, rank: int) -> Member:
-        """Return the member of a rank, also of one that has left."""
-        return self.members[rank] if rank < len(self.members) else self.departed[rank]
-
     def has(self, ranks: Iterable[int]) -> bool:
         """Return whether all of these ranks are in the group now."""
         return max(ranks, default=-1) < len(self.members)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether no call is sent until a restart or a resize has repaired the group."""
-        return self.phase == "broken"
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
@@ -212,10 +205,6 @@ class GroupState:
     def lost(self) -> Mapping[int, WorkerFailure]:
         """The report of each lost member, by ascending rank."""
         return {member.rank: member.lost for member in self.members if member.lost is not None}
-
-    def rank_env(self, rank: int) -> Mapping[str, str]:
-        """Return the environment variables that describe a rank, such as LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
-        return self.variables[rank]
 
     def facts(self, rank: int) -> dict[str, Any]:
         """Return the facts about a rank in this epoch, as the worker publishes them."""
@@ -229,14 +218,6 @@ class GroupState:
             "coords": dict(member.coords),
             "env": dict(self.variables[rank]),
         }
-
-    def facts_since(self, before: "GroupState", rank: int) -> dict[str, Any]:
-        """Return the facts about a rank that differ from those of an earlier epoch."""
-        old, new = before.facts(rank), self.facts(rank)
-        changed = {name: value for name, value in new.items() if value != old[name]}
-        if "env" in changed:
-            changed["env"] = {name: value for name, value in new["env"].items() if old["env"].get(name) != value}
-        return changed
 
     def state_of(self, rank: int) -> str:
         """Return the state of a rank as the group knows it: "restarting", "dead" or "alive"."""
@@ -289,40 +270,3 @@ def _read_member(row: Mapping[str, Any]) -> Member:
     slot = Slot(node_id=row["node_id"], node_ip=row["address"], **unknown)
     place = Place(row["rank"], slot, row["name"], -1, row["tied_rank"], (-1, []), -1, -1, -1, row["coords"])
     return Member(place, **{name: row[name] for name in _ON_THE_WIRE})
-
-
-@dataclass(frozen=True)
-class RestartPolicy:
-    on_failure: bool = False  # whether calls that need a lost worker restart it
-    max_restarts: int = 0  # of each rank, or of the group with scope "group"
-    scope: str = "worker"  # or "group" for all workers together
-
-    @property
-    def restarts_all(self) -> bool:
-        return self.scope == "group"
-
-    def blocking(self, now: GroupState, called: Collection[int]) -> list[WorkerFailure]:
-        """Return the lost workers that a call has to wait for: those it calls, or all if they restart together."""
-        together = now.is_broken or (self.on_failure and self.restarts_all)
-        return [failure for failure in now.lost.values() if together or failure.rank in called]
-
-    def explain_limit(self, now: GroupState, ranks: Iterable[int]) -> str:
-        """Return why these ranks cannot be restarted any more; an empty text if they can."""
-        limit = self.max_restarts
-        counts = {"the group": now.restarts} if self.restarts_all else {f"rank {r}": now[r].restarts for r in ranks}
-        at_limit = [name for name, count in counts.items() if count >= limit]
-        if not at_limit:
-            return ""
-        return (
-            f"{', '.join(at_limit)} has been restarted max_restarts={limit} times, which is the limit. Look at the "
-            "logs of these workers, then create a new group, with a larger max_restarts if such losses are expected."
-        )
-
-    def remedy(self, now: GroupState, ranks: Sequence[int]) -> str:
-        """Return what a user can do about these lost ranks; an empty text for the default advice."""
-        reason = self.explain_limit(now, ranks)
-        if reason or not self.on_failure:
-            return reason
-        if self.restarts_all:
-            return f"The next call restarts the whole group first, whichever ranks it calls. Repeat this call. {STATE}"
-        return f"The next call that reaches these ranks starts them again. Repeat this call. {STATE}"

@@ -7,41 +7,17 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from ._calls.map import Strategy
 from ._context import Compression
+from ._model import Restart
 from ._start.environment import WorkerOptions
 from ._world import check_timeout
 
 _Option = TypeVar("_Option")
 UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)}}
 UNITS |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restart:
-    """How a group restarts lost workers.
-
-    Attributes:
-        on_failure: restart them before the next call that reaches one of them. The call that met the loss still raises,
-            unless it was made with `retries`. Without it, `restart_failed_workers` restarts them.
-        max_restarts: the number of restarts for each rank, or with scope "group" for the group.
-        scope: "worker" restarts only the lost workers; "group" restarts all workers with a new master port, which
-            collectives need. With `on_failure` and "group", every call restarts them while a worker is lost.
-        method: a method of the class, without arguments, that restarted workers run first, such as one that reloads a
-            checkpoint.
-    """
-
-    on_failure: bool = False
-    max_restarts: int = 3
-    scope: Literal["worker", "group"] = "worker"
-    method: str | None = None
-
-    def __post_init__(self) -> None:
-        _check_count("max_restarts", self.max_restarts)
-        if self.scope not in ("worker", "group"):
-            raise ValueError(f"scope must be 'worker' or 'group', got {self.scope!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +91,6 @@ def _find_nearest(name: str, constructor: Callable[..., None]) -> str:
     ):
         written |= {field.name: f"{parameter}={value.__name__}({field.name}=...)" for field in fields(value)}
     return written[difflib.get_close_matches(name, written.keys() - {"self", "flat"}, 1, 0.0)[0]]
-
-
-def _check_count(name: str, count: object) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise ValueError(f"{name} must be a whole number of at least 0, got {count!r}")
 
 
 def parse_memory(size: int | str) -> int:

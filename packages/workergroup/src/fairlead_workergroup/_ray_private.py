@@ -4,7 +4,7 @@
 import os
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -60,18 +60,6 @@ def session_folder() -> str:
 def actor_id_of_ref(ref: ObjectRef) -> str:
     """Return the id of the actor whose method creates an object, as hexadecimal text; it is part of the task's id."""
     return str(ref.binary()[TASK_BYTES - 16 : TASK_BYTES].hex())
-
-
-def on_ready(ref: ObjectRef, callback: Callable[[Any], object]) -> None:
-    """Call a function with the value of an object, or with the error of Ray, on a thread of Ray.
-
-    Reason: the public `future()` makes a future for each object, which costs an event loop half as much time again.
-    Fallback: that.
-    """
-    if hasattr(ref, "_on_completed"):
-        ref._on_completed(callback)
-        return
-    ref.future().add_done_callback(lambda future: callback(future.exception() or future.result()))
 
 
 def is_known_dead(handle: Any) -> bool:

@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from fairlead_placement.extension import release_when_dropped
 
 from . import _world
-from ._ray_private import TASK_BYTES, actor_id_of_ref, end_of, is_stream, on_ready
+from ._ray_private import TASK_BYTES, actor_id_of_ref, end_of, is_stream
 from ._world import NEVER, Deadline
 from .exceptions import WorkerGroupError
 
@@ -38,12 +38,11 @@ INTERNAL = frozenset({"asyncio", "concurrent", "fairlead_placement", "fairlead_w
 
 
 class Request(NamedTuple):
-    """The request to one worker: a method of its host, the arguments, and the back-pressure its host does not know."""
+    """The request to one worker: a method of its host, and the arguments."""
 
     method: str
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    backpressure: int | None = None
 
 
 class NotYet(Exception):
@@ -68,11 +67,8 @@ def submit(handles: Iterable[Any], requests: Iterable[Request]) -> list[Any]:
     replies: list[Any] = []
     interrupted: KeyboardInterrupt | None = None
     for handle, request in zip(handles, requests, strict=True):
-        method = getattr(handle, request.method)
-        if request.backpressure is not None:
-            method = method.options(_generator_backpressure_num_objects=request.backpressure)
         try:
-            replies.append(method.remote(*request.args, **request.kwargs))
+            replies.append(getattr(handle, request.method).remote(*request.args, **request.kwargs))
         except KeyboardInterrupt as error:
             interrupted = error
     if interrupted is not None:
@@ -130,19 +126,9 @@ def drain(replies: Iterable[Any], deadline: Deadline, check_late: CheckLate) -> 
     """Wait until all replies have ended, and take the items of generators as they arrive; raise the first error."""
     waiting = list(dict.fromkeys(replies))
     while waiting:
-        news = run(wait_for_news(waiting, deadline, check_late))
+        news = wait_for_news(waiting, deadline, check_late)
         waiting = [reply for reply in waiting if not news.get(reply)]
         values(ends_of(reply for reply, has_ended in news.items() if has_ended))
-
-
-def run(steps: Generator[Any, None, T]) -> T:
-    """Return what a generator returns, on this thread."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
 
 def wait(refs: Sequence[Any], seconds: float | None = 0.0, *, first: bool = False) -> tuple[list[Any], list[Any]]:
@@ -167,11 +153,11 @@ def error_of(ref: Any, seconds: float = 0.0) -> BaseException | None:
 def ignore(refs: Sequence[ObjectRef[Any]]) -> None:
     """Keep Ray from logging the errors that the replies of a failed call may still bring as unhandled ones."""
 
-    def hold(ref: ObjectRef[Any], value: Any) -> None:
+    def hold(ref: ObjectRef[Any], future: Any) -> None:
         """Keep the reference until the reply has come: Ray logs an error that comes when there is none."""
 
     for ref in wait(refs)[1]:
-        on_ready(ref, partial(hold, ref))
+        ref.future().add_done_callback(partial(hold, ref))
 
 
 def taken(reply: Any) -> Items:
@@ -189,12 +175,12 @@ def ends_of(replies: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys([*map(end_of, replies), *(own[-1] for own in items if own)]))
 
 
-def take(reply: Any, most: int = MOST_IN_A_TURN) -> bool:
+def take(reply: Any) -> bool:
     """Take the items of a generator that are there, at least one; return whether the reply has ended."""
     if not is_stream(reply):
         return True
     items = taken(reply)
-    for _ in range(most):
+    for _ in range(MOST_IN_A_TURN):
         if (item := next(reply, None)) is None:
             return True
         items.append(item)
@@ -210,13 +196,13 @@ def watch(refs: Sequence[ObjectRef[Any]], wake: Callable[[], object]) -> None:
     """
     missing = list(range(len(refs)))  # `pop` is atomic
 
-    def note(value: Any) -> None:
+    def note(future: Any) -> None:
         missing.pop()
-        if not missing or isinstance(value, RayError):
+        if not missing or future.exception() is not None:
             wake()
 
     for ref in refs:
-        on_ready(ref, note)
+        ref.future().add_done_callback(note)
 
 
 async def until(
@@ -238,81 +224,49 @@ async def until(
                 await asyncio.to_thread(check_late, deadline)
 
 
-def find_news(
-    replies: Sequence[Any], seconds: float | None, *, here: bool = False, most: int = MOST_IN_A_TURN
-) -> dict[Any, bool]:
-    """Wait for news of some replies for some seconds; return which have news, and whether each has ended.
-
-    With `here`, a value counts once it is on this node. At most `most` items of a generator are taken.
-    """
-    ready, _ = _world.current.wait(replies, num_returns=1, timeout=seconds, fetch_local=here)
-    if ready and len(replies) > 1:
-        ready += _world.current.wait(replies, num_returns=len(replies), timeout=0, fetch_local=here)[0]
-    return {reply: take(reply, most) for reply in dict.fromkeys(ready)}
-
-
 def wait_for_news(
-    replies: Sequence[Any],
-    deadline: Deadline,
-    check_late: CheckLate,
-    turn_s: float | None = None,
-    *,
-    here: bool = False,
-    most: int = MOST_IN_A_TURN,
-) -> Generator[list[Any], None, dict[Any, bool]]:
-    """Return what `find_news` does, once there is news; yield an empty list after each turn without news.
+    replies: Sequence[Any], deadline: Deadline, check_late: CheckLate, turn_s: float | None = None
+) -> dict[Any, bool]:
+    """Return which replies have news, once there is some, and whether each has ended; none after a turn without news.
 
-    `check_late` is called with the deadline when it has passed, and every `REPORT_EVERY_S` seconds without news.
+    `check_late` is called with the deadline when it has passed, and, without a turn, every `REPORT_EVERY_S` seconds.
     """
-    report = Deadline.after(REPORT_EVERY_S)
     while True:
-        news = find_news(replies, deadline.sooner(report).left(at_most=turn_s), here=here, most=most)
-        if deadline.passed or (report.passed and not news):
-            deadline, report = check_late(deadline), Deadline.after(REPORT_EVERY_S)
-        if news:
-            return news
-        yield []
+        ready, others = wait(replies, deadline.left(at_most=turn_s or REPORT_EVERY_S), first=True)
+        if deadline.passed or not (ready or turn_s):
+            check_late(deadline)
+        if ready or turn_s:
+            return {reply: take(reply) for reply in (*ready, *(wait(others)[0] if ready else ()))}
 
 
 class ResultStream(Generic[T]):
     """Results as they arrive, for `for`, and for `async for` in a coroutine. `Call.stream` and `map` return it.
 
-    It can be iterated once, in one of the two ways; the other one raises RuntimeError.
+    It can be iterated once.
     """
 
-    # Yields a list for each result, and empty ones while there is none: on an event loop, each step runs on a thread.
-    _steps: Generator[list[T]]
-
     def __init__(self, steps: Callable[[float | None], Generator[list[T]]]) -> None:
-        self._make_steps = steps  # given the longest time that a step waits
-        self._mode = ""
+        # Given the longest time that a step waits. They yield a list for each result, and empty ones without a result:
+        # on an event loop, each step runs on a thread.
+        self._make_steps = steps
+        self._steps: Generator[list[T]] | None = None
         self._is_given_up = False
-
-    def _start(self, mode: str) -> Generator[list[T]]:
-        if not self._mode:
-            self._mode = mode
-            self._steps = self._make_steps(None if mode == "for" else TURN_S)
-            if mode == "async for":  # an event loop must not wait until a stream is closed that it drops
-                release_when_dropped(self, str, self._steps.close)
-        if self._mode != mode:
-            raise RuntimeError(f"these results are being iterated with `{self._mode}`; continue with that")
-        return self._steps
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T:
         """Wait for the next result and return it."""
-        steps = self._start("for")
+        self._steps = self._steps or self._make_steps(None)
         with short_traceback():
-            for results in steps:
+            for results in self._steps:
                 if results:
                     return results[0]
         raise StopIteration
 
     def close(self) -> None:
         """Give up the rest."""
-        if self._mode == "for":
+        if self._steps is not None:
             self._steps.close()
 
     def __aiter__(self) -> Self:
@@ -320,9 +274,12 @@ class ResultStream(Generic[T]):
 
     async def __anext__(self) -> T:
         """Wait for the next result without blocking the event loop, and return it."""
-        steps = self._start("async for")
+        if self._steps is None:
+            self._steps = self._make_steps(TURN_S)
+            # An event loop must not wait until a stream is closed that it drops.
+            release_when_dropped(self, str, self._steps.close)
         with short_traceback():
-            while (results := await self._step(steps)) is not None:
+            while (results := await self._step(self._steps)) is not None:
                 if results:
                     return results[0]
         raise StopAsyncIteration
@@ -346,9 +303,8 @@ class ResultStream(Generic[T]):
             raise
 
     async def aclose(self) -> None:
-        """Give up the rest."""
-        if self._mode == "async for":
-            await asyncio.to_thread(self._steps.close)
+        """Give up the rest without blocking the event loop."""
+        await asyncio.to_thread(self.close)
 
 
 class short_traceback(contextlib.AbstractContextManager[None]):

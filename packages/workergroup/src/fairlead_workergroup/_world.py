@@ -65,7 +65,7 @@ class Connection:
         return self._made_on == connection()
 
     def check(self) -> None:
-        if not self.is_open:
+        if self._made_on != connection():
             raise WorkerGroupError(f"{self._group!r}: the Ray it was made on has been shut down; make a new group")
 
 
@@ -94,10 +94,6 @@ class Deadline:
     @classmethod
     def after(cls, seconds: float | None) -> "Deadline":
         return cls(None if seconds is None else current.now() + seconds, seconds)
-
-    def sooner(self, other: "Deadline") -> "Deadline":
-        moments = [deadline.at for deadline in (self, other) if deadline.at is not None]
-        return Deadline(min(moments, default=None))
 
     def left(self, at_most: float | None = None) -> float | None:
         """Return the seconds until the deadline, 0 after it, and not more than `at_most`; None without a limit."""
@@ -153,7 +149,7 @@ def wait_for(
             except Exception as error:  # noqa: BLE001  a method of the user may raise anything
                 errors[key_of[future]] = error
         if errors and not patient:
-            until, patient = until.sooner(Deadline.after(OTHERS_S)), True
+            until, patient = Deadline.after(until.left(at_most=OTHERS_S)), True
         if pending and (until.passed or check()):
             break
     return errors, sorted(key_of[future] for future in pending)

@@ -11,20 +11,6 @@ from typing import Literal
 
 from fairlead_placement.extension import ErrorWithFields, format_coords
 
-__all__ = [
-    "CallCancelledError",
-    "CallTimeoutError",
-    "LateWorker",
-    "RemoteError",
-    "ResizeTimeoutError",
-    "StaleGroupError",
-    "WorkerFailure",
-    "WorkerFailureError",
-    "WorkerGroupError",
-    "WorkerStartError",
-]
-
-
 # A message about thousands of workers has to stay readable.
 MOST_SHOWN = 16
 FailureKind = Literal[

@@ -5,51 +5,23 @@ These names follow the same versioning as those of `fairlead_workergroup`. `Site
 functions to its workers, and refuses calls. The other names look at the groups of all processes.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import ray
-
+from ._calls.call import as_call
+from ._calls.results import MultiWorkerFuture, Outcome
 from ._group import RayWorkerGroup
 from ._membership.core import find_core
-from ._membership.losses import find_losses
 from ._model import GroupState, Member
 from ._observe.board import read_groups
-from ._observe.query import cancel_calls, late_workers
-from ._observe.remote_errors import explain_errors
+from ._observe.query import cancel_calls
 from ._remote.node import look_from_outside
-from .exceptions import LateWorker, WorkerFailure
+from .exceptions import CallTimeoutError
 
-__all__ = ["Member", "Reply", "Site", "look_from_outside", "read_groups"]
+__all__ = ["Member", "Site", "look_from_outside", "read_groups"]
 
 # How long the nodes may take to cancel requests.
 CANCEL_S = 0.7
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The outcome of one request; exactly one of the attributes other than `worker` counts.
-
-    Attributes:
-        worker: who was asked.
-        value: what the function returned.
-        error: what the function raised.
-        failure: why the worker was lost.
-        late: what the worker was doing at the deadline.
-    """
-
-    worker: Member
-    value: Any = None
-    error: BaseException | None = None
-    failure: WorkerFailure | None = None
-    late: LateWorker | None = None
-
-    @property
-    def is_good(self) -> bool:
-        """Whether the function returned."""
-        return self.error is None and self.failure is None and self.late is None
 
 
 class Site:
@@ -102,7 +74,7 @@ class Site:
 
     def collect(
         self, requests: Mapping[Member, Any], timeout_s: float, *, all_of_them: bool = False
-    ) -> dict[int, Reply]:
+    ) -> dict[int, Outcome]:
         """Wait for requests; losses of workers are noted in the group.
 
         Args:
@@ -111,23 +83,21 @@ class Site:
             all_of_them: wait for the others when one has failed.
 
         Returns:
-            By rank, a reply for each request that ended. If one has failed, and `all_of_them` is not set, the others
-            are missing. At the deadline there is a late reply for each one that has not ended.
+            By rank, the outcome of each request that ended. If one has failed, and `all_of_them` is not set, the others
+            are missing. The error is the worker's own, the `WorkerFailureError` of its loss, or for each one that has
+            not ended by the deadline one `CallTimeoutError` of all of them.
         """
-        deadline = time.monotonic() + timeout_s
-        workers = {ref: member for member, ref in requests.items()}
-        replies: dict[int, Reply] = {}
-        pending = [*workers]
-        while pending and (all_of_them or all(reply.is_good for reply in replies.values())):
-            left_s = max(0.0, deadline - time.monotonic())
-            ready, pending = ray.wait(pending, num_returns=len(pending) if all_of_them else 1, timeout=left_s)
-            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
-            replies |= {workers[ref].rank: self._read(workers[ref], ref) for ref in (*ready, *more)}
-            if pending and time.monotonic() >= deadline:
-                late = [workers[ref] for ref in pending]
-                looks = zip(late, late_workers(late), strict=True)
-                return replies | {member.rank: Reply(member, late=seen) for member, seen in looks}
-        return replies
+        futures = MultiWorkerFuture([*requests.values()], called_workers=[member.rank for member in requests])
+        outcomes: dict[int, Outcome] = {}
+        try:
+            for outcome in as_call(self._core, None, futures, timeout_s):
+                outcomes[outcome.rank] = outcome
+                if outcome.error is not None and not all_of_them:
+                    break
+        except CallTimeoutError as error:
+            late = [member for member in requests if member.rank not in outcomes]
+            outcomes |= {member.rank: Outcome(member.rank, dict(member.coords), error=error) for member in late}
+        return outcomes
 
     def cancel(self, requests: Mapping[Member, Any]) -> None:
         """Keep requests that have not started from starting; what their workers run goes on."""
@@ -152,13 +122,3 @@ class Site:
                 checks.remove(check)
 
         return end
-
-    def _read(self, worker: Member, ref: Any) -> Reply:
-        try:
-            return Reply(worker, ray.get(ref))
-        except ray.exceptions.RayTaskError as error:
-            return Reply(worker, error=explain_errors({worker: error}))
-        except ray.exceptions.RayError as error:
-            lost = find_losses(self._core, {worker: error})
-            self._core.note(lost.items())
-            return Reply(worker, failure=lost[worker]) if lost else Reply(worker, error=error)

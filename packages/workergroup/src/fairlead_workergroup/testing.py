@@ -79,7 +79,7 @@ def _worker(group: RayWorkerGroup, rank: Any) -> Member:
         raise TypeError(f"rank must be an int, got {rank!r}")
     now = find_core(group).check_alive()
     check_members([rank], now)
-    return now[rank]
+    return now.members[rank]
 
 
 def _on_node(worker: Member, function: Callable[..., list[bool]], *more: Any) -> bool:

@@ -115,26 +115,22 @@ def test_what_a_module_sees(node, tmp_path):
 
 
 def test_a_shared_device(node):
-    """Workers of a group have a device in common only if the group asks for it."""
+    """Workers of a group may have a device in common."""
     with RayVirtualCluster([2], accelerators={"GPU": 0.5}) as cluster:
-        with pytest.raises(WorkerStartError, match="other workers of the group on this node have GPU 0 too"):
-            RayWorkerGroup(cluster, Worker)
         for visible in ("own", "node"):
-            options = WorkerOptions(visible_devices=visible, share_devices=True)
-            with RayWorkerGroup(cluster, Worker, worker=options) as group:
+            with RayWorkerGroup(cluster, Worker, worker=WorkerOptions(visible_devices=visible)) as group:
                 assert group.call("look").result() == [("0", "0", "0")] * 2
 
 
 @once
-def test_ray_options_of_a_group(node):
-    """Ray options of the group are merged over those of the class; what does not fit the bundle is refused."""
-    cls = ray.remote(enable_task_events=False, resources={"licence": 0.25})(Worker)
+def test_ray_options_of_a_class(node):
+    """A worker has the Ray options of its class; what does not fit the bundle is refused."""
     with RayVirtualCluster([1], use_gpus=False, node_resource_constraints=[{"licence": 2}]) as cluster:
-        own = WorkerOptions(ray_options={"resources": {"licence": 0.5}, "memory": 0})
-        with RayWorkerGroup(cluster, cls, worker=own) as group:
+        cls = ray.remote(enable_task_events=False, resources={"licence": 0.5})(Worker)
+        with RayWorkerGroup(cluster, cls) as group:
             assert group.call("resources").result()[0]["licence"] == 0.5
         with pytest.raises(ValueError, match="A worker requests 3 licence, but its bundle holds 2"):
-            RayWorkerGroup(cluster, cls, worker=WorkerOptions(ray_options={"resources": {"licence": 3}}))
+            RayWorkerGroup(cluster, ray.remote(resources={"licence": 3})(Worker))
 
 
 def test_variables_of_the_class(node):

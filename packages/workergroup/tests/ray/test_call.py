@@ -33,7 +33,7 @@ class TestRecipientsAndResults:
         assert [args[0] for args, _ in group.call("echo", PerWorker([f"r{i}" for i in range(8)])).result()] == [
             f"r{i}" for i in range(8)
         ]
-        assert group.call("echo", PerWorker(["r0", "r5"]), first_along="tp").result() == [(("r0",), {}), (("r5",), {})]
+        assert group.at(tp=0).call("echo", PerWorker(["r0", "r5"])).result() == [(("r0",), {}), (("r5",), {})]
 
     @pytest.mark.smoke
     @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ class TestViews:
         }
         one = some.at(dp=-1).at(tp=0)
         assert (one.ranks, one.call("rank").result(), one.call("rank", collect=()).result()) == ([7], [7], 7)
-        assert (one.sharding_annotations, one.coords) == (None, {7: {}})
+        assert (one.sharding_annotations.shape, one.coords) == ({"worker": 1}, {7: {"worker": 0}})
         with pytest.raises(ValueError, match="rank 7 would not") as caught:
             one.call("fail", [7]).result()
         assert "rank 7 (dp=1, tp=1)" in caught.value.__notes__[0]
@@ -106,7 +106,7 @@ class TestViews:
     def test_with_options(self, group):
         """With options on a view, every keyword goes to the method; options add up, and views of the view keep them."""
         view = group.with_options(collect="dp").with_options(timeout=30).at(tp=slice(0, 2))
-        answers = view.call("with_our_names", collect=1, timeout=2, discard=3, first_along=4).result()
+        answers = view.call("with_our_names", collect=1, timeout=2, discard=3, retries=4).result()
         assert answers == [(1, 2, 3, 4)] * 2
         assert view.explain("with_our_names", collect=1, timeout=2).splitlines()[0].endswith("2 result(s)")
         with pytest.raises(ValueError, match="Invalid axis name: 'pp'"):

@@ -117,7 +117,7 @@ def test_restart_while_nodes_drain(cluster, ends):
         assert where(group) == [head, last]
         draining[last] = 0
         lose(group, 1)
-        with pytest.raises(WorkerFailureError, match=r"drains the nodes of rank\(s\) 1, .* there are 0 that can"):
+        with pytest.raises(WorkerFailureError, match=r"rank\(s\) 1 are lost, or Ray drains .* there are 0 that can"):
             group.restart_failed_workers()
         draining.clear()
         assert group.restart_failed_workers() == [1]

@@ -77,16 +77,15 @@ def test_functions_and_replies(gate, wait_until_running):
         for options in ({}, {"alone_s": 60.0}):
             replies = site.collect(send(site, lambda worker, x: worker.value() + x, 3, **options), 60)
             assert {rank: reply.value for rank, reply in replies.items()} == dict.fromkeys(range(3), 10)
-            assert all(reply.is_good for reply in replies.values())
+            assert [reply.error for reply in replies.values()] == [None] * 3
         (failed,) = site.collect(send(site, fail, ranks=[1]), 30).values()
         assert isinstance(failed.error, ArithmeticError)
-        assert failed.worker.rank == 1
+        assert failed.rank == 1
 
         requests = send(site, wait_for, gate, ranks=[2])
         wait_until_running(group, "<function>", 2)
         (late,) = site.collect(requests, 0.2).values()
-        assert late.late.rank == 2
-        assert late.late.method == "<function>"
+        assert [(worker.rank, worker.method) for worker in late.error.late] == [(2, "<function>")]
         queued = send(site, lambda worker: setattr(worker, "seen", True), ranks=[2])
         time.sleep(0.3)  # long enough to reach the worker; the rest is right in any case
         site.cancel(queued)
@@ -96,12 +95,11 @@ def test_functions_and_replies(gate, wait_until_running):
 
         kill(group, 0)
         replies = site.collect(send(site, lambda worker: 1), 30, all_of_them=True)
-        assert replies[0].failure.kind == "killed"
-        assert replies[1].is_good
-        assert replies[2].is_good
+        assert [(failure.rank, failure.kind) for failure in replies[0].error.failures] == [(0, "killed")]
+        assert (replies[1].error, replies[2].error) == (None, None)
         after = site.state()
         assert after.version > before.version
-        assert after[0].lost is not None
+        assert after.members[0].lost is not None
         with pytest.raises(WorkerFailureError):
             group.call("value")
         group.shutdown()

@@ -3,7 +3,6 @@
 
 import asyncio
 import functools
-import sys
 
 import pytest
 import ray
@@ -288,68 +287,6 @@ class TestDecorated:
             RayWorkerGroup(cluster, Decorated, async_communication=async_communication) as group,
         ):
             check_decorated(group)
-
-
-AHEAD = """
-import pathlib
-import ray
-
-
-class Ahead:
-    @ray.method(_generator_backpressure_num_objects=2)
-    def items(self, count, values=None):
-        for i in range(1, count + 1):
-            pathlib.Path(f"{__file__}.{i}").touch()
-            yield i
-
-    def one(self):
-        return 1
-"""
-
-
-class TestBackpressure:
-    @pytest.mark.parametrize("by_name", [False, True])
-    def test_stops(self, local_ray, tmp_path, monkeypatch, eventually, by_name):
-        """A generator with back-pressure waits until its items are read; a wait for its end reads them."""
-        (tmp_path / "ahead_module.py").write_text(AHEAD)
-        monkeypatch.syspath_prepend(str(tmp_path))
-        import ahead_module
-
-        def made():
-            return len(list(tmp_path.glob("ahead_module.py.*")))
-
-        worker = "ahead_module.Ahead" if by_name else ahead_module.Ahead
-        try:
-            with (
-                RayVirtualCluster([1], use_gpus=False) as cluster,
-                RayWorkerGroup(cluster, worker, env_vars={"PYTHONPATH": str(tmp_path)}) as group,
-            ):
-                for values in (None, group.call("one")):  # an answer of another call goes another way to the method
-                    call = group.call("items", 99, values)
-                    assert eventually(lambda: made() >= 2)
-                    assert not eventually(lambda: made() > 4, timeout_s=0.3)
-                    stream = call.stream()
-                    assert [next(stream).value for _ in range(6)] == [1, 2, 3, 4, 5, 6]
-                    assert eventually(lambda: made() >= 8)
-                    assert not eventually(lambda: made() > 10, timeout_s=0.3)
-                    assert [outcome.value for outcome in stream] == list(range(7, 100))
-                    assert made() == 99
-                    for path in tmp_path.glob("ahead_module.py.*"):
-                        path.unlink()
-                everything = list(range(1, 100))
-                assert group.call("items", 99).result(timeout=60) == [everything]
-                assert asyncio.run(awaited(group.call("items", 99))) == [everything]
-                assert [outcome.value for outcome in group.call("items", 99, values=None)] == [everything]
-                waiting = group.call("items", 99)
-                assert waiting.wait(timeout=60)
-                assert [outcome.value for outcome in waiting.stream()] == everything
-                assert group.call("items", 99, discard=True).result(timeout=60) is None
-        finally:
-            sys.modules.pop("ahead_module", None)
-
-
-async def awaited(call):
-    return await call
 
 
 class Overlapping:

@@ -103,7 +103,6 @@ def test_a_port_in_use(cluster, port):
         ):
             RayWorkerGroup(cluster, Worker, 2, worker=WorkerOptions(master_port=port))
     assert (refused.value.low, refused.value.high) == (port, port)
-    assert "WorkerOptions(master_port=...)" in refused.value.__notes__[0]
     with RayWorkerGroup(cluster, Worker, 2, worker=WorkerOptions(master_port=port)) as group:
         with pytest.raises(PortUnavailableError, match="1 are leased"):
             RayWorkerGroup(cluster.slots()[2:], Worker, worker=WorkerOptions(master_port=port))

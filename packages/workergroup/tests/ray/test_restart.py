@@ -98,7 +98,7 @@ def test_restart_of_the_group(make_group):
     assert group.restart_failed_workers() == [0, 1]
     assert group.master_port != port
     assert group.call("state").result() == [(rank, 1, 1, 20_000.0, str(group.master_port)) for rank in range(2)]
-    with pytest.raises(WorkerFailureError, match="The next call restarts the whole group first"):
+    with pytest.raises(WorkerFailureError, match="starts them again, and all others with them"):
         group.call("die", [1]).result()
     assert [state[1] for state in group.at(dp=0).call("state").result()] == [2]
     die(group, 1)
@@ -133,7 +133,7 @@ def test_cluster_shut_down(local_ray, bare):
 def test_restart_before_the_next_call(make_group):
     """With `on_failure` the call that meets the loss raises; the next one works, also a classic one."""
     group = make_group(axes=GRID, restart=Restart(on_failure=True, method="load"))
-    with pytest.raises(WorkerFailureError, match="next call that reaches these ranks starts them again"):
+    with pytest.raises(WorkerFailureError, match="next call that needs these ranks starts them again"):
         group.call("die", [0, 3]).result()
     assert group.call("double", Shard([1, 2], "dp"), retries=1).result() == [2, 2, 4, 4]
     assert [state[1] for state in group.call("state").result()] == [1, 0, 0, 1]

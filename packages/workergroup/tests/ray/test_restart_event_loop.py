@@ -20,9 +20,7 @@ def test_deadline_during_a_restart(make_group, tmp_path, eventually):
         group.call("pid", timeout=0.2)
     assert eventually(lambda: is_restarting(group))
     for view in (group, group.at(dp=1)):
-        with pytest.raises(
-            CallTimeoutError, match=r"A restart of rank\(s\) 1 has been under way for .* continues"
-        ) as caught:
+        with pytest.raises(CallTimeoutError, match=r"A restart of rank\(s\) 1 continues") as caught:
             view.call("pid", timeout=0.2)
         assert caught.value.late == ()
     gate.touch()
@@ -44,7 +42,6 @@ def test_event_loop_during_a_restart(make_group, tmp_path, eventually):
         abandoned, cancelled, late = group.call("note", 2), group.call("note", 3), group.call("note", 4, timeout=0.3)
         items = group.call("count", 2)
         config["lr"] = 2
-        assert repr(waiting[0]) == "Call('double', waits to be sent, 2 results)"
         assert not waiting[0].done()
         assert waiting[0].called_workers == [0, 1]
         assert cancelled.cancel() == []
@@ -74,8 +71,6 @@ def test_event_loop_during_a_restart(make_group, tmp_path, eventually):
 
     abandoned, late = asyncio.run(main())
     for call, error in ((abandoned, CallCancelledError), (late, CallTimeoutError)):
-        state = "cancelled" if error is CallCancelledError else "could not be sent"
-        assert repr(call) == f"Call('note', {state}, 2 results)"
         for ask in (call.result, call.wait, call.outcomes, lambda call=call: list(call), lambda call=call: call.refs):
             with pytest.raises(error):
                 ask()

@@ -77,7 +77,7 @@ class TestSignature:
             assert group.name_prefix == "Slow"
             assert group.worker_metadata[0]["name"] == "Slow-0-0"
             assert repr(group) == "RayWorkerGroup('Slow', {'worker': 1}, 1 worker)"
-            assert repr(group.at(worker=0)) == "GroupView('Slow', {}, ranks [0])"
+            assert repr(group.at(worker=0)) == "GroupView('Slow', {'worker': 1}, ranks [0])"
             kill(group, 0)
             with pytest.raises(WorkerFailureError):
                 group.call("when").result()

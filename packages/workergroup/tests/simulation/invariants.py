@@ -54,7 +54,7 @@ class Invariants:
     def check_at_rest(self) -> None:
         """Check what holds when no task of the group does anything."""
         now = self._core.now
-        for member in () if now.phase == "ended" or now.is_broken else now.members:
+        for member in () if now.phase in ("ended", "broken") else now.members:
             self._check_facts(member, now)
         for call in self._calls:
             self._check_epoch(call)
@@ -118,7 +118,7 @@ class Invariants:
         has = facts.get("rank"), facts.get("epoch"), facts.get("world_size")
         expected = member.rank, now.group_epoch, len(now.members)
         assert has == expected, f"stale facts: {actor} has {has} instead of {expected}"
-        for name, value in now.rank_env(member.rank).items() if now.variables else ():
+        for name, value in now.variables[member.rank].items() if now.variables else ():
             own = actor.worker.environ.get(name)
             assert own == value, f"stale facts: {actor} has {name}={own} instead of {value}"
 

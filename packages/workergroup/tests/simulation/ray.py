@@ -227,7 +227,7 @@ class PretendedRay:
     def _agent_end_trees(self, keys: Sequence[tuple[int, int]], marks: Sequence[str], *_: Any) -> list[tuple[int, int]]:
         for actor in self.actors:
             tree = actor.worker.facts.get("tree", "")
-            if actor.is_running and (actor.key in keys or any(tree.startswith(mark) for mark in marks)):
+            if actor.is_running and (actor.key in keys or tree in marks):
                 actor.end("its node agent has ended it")
         return []
 

@@ -44,8 +44,7 @@ MAY_STAY = ("crash", "silent", "node", "drain", "hook hangs", "Ctrl-C in the shu
 # How errors of changes end that the group refuses, because of its size or its slots.
 REFUSED = (
     "use other slots.",
-    "Give slots of another cluster (slots=...).",
-    "Make a new group on a larger cluster.",
+    "slots of another cluster (slots=...).",
     *(f"the group has ranks 0 to {last}" for last in range(8)),
 )
 # The time that a change may take, and a call.
@@ -199,7 +198,7 @@ class GroupRun:
     def _check_rest(self, ray: PretendedRay, group: RayWorkerGroup) -> None:
         """Check what holds when nothing is under way any more."""
         world = self.world
-        world.wait_for("waits for the change", lambda: group._changes.is_idle)
+        world.wait_for("waits for the change", lambda: group._changes._thread is None and not group._changes._queue)
         if self._has("silent"):
             world.sleep(2 * SILENCE_S)
         world.wait_for(
@@ -209,7 +208,7 @@ class GroupRun:
         )
         self.invariants.check_at_rest()
         now = group._core.now
-        if self.chosen <= HARMLESS and (now.lost or now.is_broken):
+        if self.chosen <= HARMLESS and (now.lost or now.phase == "broken"):
             raise SimulationError(f"damage: no worker has failed, and the group has lost {now.lost}")
 
 

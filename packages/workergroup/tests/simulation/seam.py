@@ -18,7 +18,7 @@ from fairlead_workergroup._calls.call import Call
 from fairlead_workergroup._membership import operations, places
 from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._membership.losses import find_losses, late_error, start_error
-from fairlead_workergroup._model import GroupState, Member
+from fairlead_workergroup._model import Member
 from fairlead_workergroup._remote import setup as remote_facts
 from fairlead_workergroup._start.worker_class import WorkerClass, describe_class
 from fairlead_workergroup._world import Deadline
@@ -203,14 +203,12 @@ def was_repeated(call: Call[Any]) -> bool:
 
 def send_only_the_epoch(patch: Any) -> None:
     """Survivors of a restart are sent the number of the epoch, and no other facts."""
-    since = GroupState.facts_since
+    apply = remote_facts.apply_facts
 
-    def reverted(now: GroupState, before: GroupState, rank: int) -> Any:
-        if len(before.members) != len(now.members):
-            return since(now, before, rank)
-        return {"epoch": now.group_epoch}
+    def reverted(worker: Any, changes: Any, layout: Any = None) -> None:
+        apply(worker, {"epoch": changes["epoch"]} if layout is None else changes, layout)
 
-    patch.setattr(GroupState, "facts_since", reverted)
+    patch.setattr(remote_facts, "apply_facts", reverted)
 
 
 def forget_the_scope(patch: Any) -> None:
@@ -219,7 +217,7 @@ def forget_the_scope(patch: Any) -> None:
 
     class Asked:
         def __init__(self, core: Any) -> None:
-            self.policy = replace(core.policy, scope="worker")
+            self.restarts_all = False
             self._core = core
 
         def __getattr__(self, name: str) -> Any:

@@ -15,7 +15,7 @@ from fairlead_sharding import NamedSharding
 from fairlead_workergroup import PerWorker, Shard
 from fairlead_workergroup import _arguments as arguments
 from fairlead_workergroup._arguments import Arguments
-from fairlead_workergroup._calls.plan import CallOptions, Mesh, make_columns, make_plan
+from fairlead_workergroup._calls.plan import CallOptions, make_columns, make_plan, select, sorted_ranks
 from fairlead_workergroup._start.worker_class import Method
 
 AXES = ("pp", "dp", "tp")
@@ -32,7 +32,7 @@ def meshes(draw):
     names = draw(st.permutations(AXES))[: draw(st.integers(1, 3))]
     shape = draw(st.lists(st.integers(1, 4), min_size=len(names), max_size=len(names)))
     ranks = draw(st.permutations(range(int(np.prod(shape)))))
-    mesh = Mesh(NamedSharding(np.array(ranks).reshape(shape), names))
+    mesh = NamedSharding(np.array(ranks).reshape(shape), names)
     coords = {}
     for name, size in zip(names, shape, strict=True):
         kind = draw(st.sampled_from(["all", "all", "int", "slice"]))
@@ -41,14 +41,12 @@ def meshes(draw):
         elif kind == "slice":
             start = draw(st.integers(0, size - 1))
             coords[name] = slice(start, draw(st.integers(start + 1, size)))
-    return mesh.at(coords), mesh, coords
+    return select(mesh, coords), mesh, coords
 
 
 def positions(mesh):
     """Return the rank and the coordinates of every worker, without a plan."""
-    if mesh.single:
-        return [(mesh.ranks[0], {})]
-    layout = mesh.sharding.layout
+    layout = mesh.layout
     return [
         (int(layout[at]), dict(zip(mesh.names, at, strict=True))) for at in itertools.product(*map(range, layout.shape))
     ]
@@ -59,30 +57,29 @@ def test_views_select_as_numpy(drawn):
     """A view, or a view of a view, has the ranks that numpy selects from the layout."""
     view, mesh, coords = drawn
     index = tuple(coords.get(name, slice(None)) for name in mesh.names)
-    assert view.ranks == sorted(np.asarray(mesh.sharding.layout[index]).ravel().tolist())
-    assert view.names == tuple(name for name in mesh.names if not isinstance(coords.get(name), int))
+    assert sorted_ranks(view) == sorted(np.asarray(mesh.layout[index]).ravel().tolist())
+    left = [name for name in mesh.names if not isinstance(coords.get(name), int)]
+    assert list(view.names) == (left or ["worker"])
     step = mesh
     for name, at in coords.items():
-        step = step.at({name: at})
-    assert (step.ranks, step.names) == (view.ranks, view.names)
+        step = select(step, {name: at})
+    assert step == view
 
 
 @given(meshes(), st.data())
 def test_recipients(drawn, data):
-    """Workers at 0 along first_along are called; one returns a result for each collected coordinate, row-major."""
+    """All workers of a view are called; one returns a result for each collected coordinate, row-major."""
     view, _, _ = drawn
-    first = data.draw(st.lists(st.sampled_from(view.names), unique=True)) if view.names else []
-    others = [name for name in view.names if name not in first]
-    collect = data.draw(st.none() | st.permutations(others).map(lambda names: names[: len(names) // 2 + 1]))
-    plan = plan_call(view, collect=collect, first_along=first)
+    collect = data.draw(st.none() | st.permutations(view.names).map(lambda names: names[: len(names) // 2 + 1]))
+    plan = plan_call(view, collect=collect)
 
-    called = sorted(rank for rank, coords in positions(view) if all(coords[axis] == 0 for axis in first))
+    called = sorted(rank for rank, _ in positions(view))
     assert plan.called == called
     if collect is None:
         assert plan.returned == called
     else:
         rank_at = {tuple(coords[name] for name in view.names): rank for rank, coords in positions(view)}
-        sizes = {name: view.sharding.get_axis_size(name) for name in view.names}
+        sizes = {name: view.get_axis_size(name) for name in view.names}
         wanted = []
         for at in itertools.product(*(range(sizes[axis]) for axis in collect)):
             coords = {**dict.fromkeys(view.names, 0), **dict(zip(collect, at, strict=True))}
@@ -96,13 +93,10 @@ def test_recipients(drawn, data):
 def test_pieces(drawn, data):
     """The worker at coordinate c along the axes gets piece c, whatever its rank; PerWorker goes by ascending rank."""
     view, _, _ = drawn
-    if not view.names:
-        return
     axes = data.draw(st.permutations(view.names))[: data.draw(st.integers(1, len(view.names)))]
-    first = data.draw(st.lists(st.sampled_from(view.names), unique=True).map(lambda a: [x for x in a if x not in axes]))
-    plan = plan_call(view, first_along=first)
+    plan = plan_call(view)
     coords_of = dict(positions(view))
-    pieces = np.empty([view.sharding.get_axis_size(axis) for axis in axes], dtype=object)
+    pieces = np.empty([view.get_axis_size(axis) for axis in axes], dtype=object)
     for at in np.ndindex(pieces.shape):
         pieces[at] = at
     got = plan.column(Shard(pieces.tolist(), *axes)).expand(len(plan.called))
@@ -112,16 +106,14 @@ def test_pieces(drawn, data):
     assert plan.column("all").expand(len(plan.called)) == ["all"] * len(plan.called)
 
 
-MESH = Mesh(NamedSharding.from_shape(dp=2, tp=4))
+MESH = NamedSharding.from_shape(dp=2, tp=4)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"collect": "pp"}, "Invalid axis name: 'pp'"),
-        ({"first_along": ["pp"]}, "Invalid axis name: 'pp'"),
         ({"collect": ("dp", "dp")}, "an axis is named twice"),
-        ({"collect": ("dp",), "first_along": ("dp",)}, r"axes \['dp'\] cannot be collected"),
         ({"collect": (), "discard": True}, "discard=True returns no results"),
     ],
 )
@@ -139,7 +131,7 @@ def test_bad_options(options, message):
         (lambda: Shard([[1] * 3, [1] * 2], "dp", "pp"), ValueError, r"depth 1, axis 'pp' .*expected 3, found 2"),
         (lambda: Shard("ab", "dp"), TypeError, "Expected a sequence of 2 pieces"),
         (lambda: Shard([1, 2], "cp"), ValueError, "Invalid axis name: 'cp'"),
-        (lambda: Shard([1] * 4, "tp"), ValueError, r"cannot be split along \['tp'\]"),
+        (lambda: Shard([1] * 4, "tp"), ValueError, "Invalid axis name: 'tp'"),
         (lambda: Shard([1, 2]), ValueError, "Shard needs the axes"),
         (lambda: PerWorker([1, 2, 3]), ValueError, "has 3 values, but 6 workers are called"),
         (lambda: PerWorker("ab"), TypeError, "must be a list with a value per worker called"),
@@ -148,15 +140,15 @@ def test_bad_options(options, message):
 )
 def test_bad_values(value, error, message):
     """Too few values, too many values, and values that are not a sequence are refused."""
-    mesh = Mesh(NamedSharding.from_shape(dp=2, tp=4, pp=3))
+    mesh = NamedSharding.from_shape(dp=2, tp=4, pp=3)
     with pytest.raises(error, match=message):
-        plan_call(mesh, first_along="tp").column(value())
+        plan_call(select(mesh, {"tp": 0})).column(value())
 
 
 def test_errors_of_values_name_the_argument():
     """The error about a value names the method, the argument, the axis, and what to give instead."""
     method = Method("step", "plain", inspect.signature(lambda batch, *, rate=None: None))
-    plan = plan_call(Mesh(NamedSharding.from_shape(dp=2, tp=4)))
+    plan = plan_call(MESH)
     with pytest.raises(ValueError, match=r"argument 'batch' of 'step': .* expected 2, found 3") as caught:
         make_columns(method, [Shard([1, 2, 3], "dp")], {}, plan.column)
     assert "Shard(values, 'dp') takes one piece for each of the 2 coordinates along 'dp'" in str(caught.value)
@@ -182,14 +174,16 @@ def test_values_that_cannot_be_pickled(monkeypatch, value, remedy):
     assert str(caught.value).endswith(remedy)
 
 
-def test_a_view_of_one_worker_has_no_axes():
-    """An axis of a single worker is refused with its own message; a coordinate outside names the axis and its size."""
-    one = MESH.at({"dp": 1, "tp": -1})
-    assert (one.ranks, one.names) == ([7], ())
-    with pytest.raises(ValueError, match="This is a view of one worker"):
-        one.at({"dp": 0})
+def test_coordinates():
+    """A view of a single worker has the axis `worker`; a coordinate outside names the axis and its size."""
+    one = select(MESH, {"dp": 1, "tp": -1})
+    assert (sorted_ranks(one), list(one.names)) == ([7], ["worker"])
+    with pytest.raises(ValueError, match="Invalid axis name: 'dp'"):
+        select(one, {"dp": 0})
+    with pytest.raises(ValueError, match=r"along \['dp', 'tp'\]: those of rank 0 are \{'dp': 0, 'tp': 0\}"):
+        select(MESH, {"rank": 0})
     with pytest.raises(IndexError, match="outside axis 'tp' of size 4"):
-        MESH.at({"tp": 4})
+        select(MESH, {"tp": 4})
     with pytest.raises(ValueError, match="selects nothing of axis 'dp' of size 2"):
-        MESH.at({"dp": slice(2, 2)})
+        select(MESH, {"dp": slice(2, 2)})
     assert plan_call(one, collect=()).returned == [7]

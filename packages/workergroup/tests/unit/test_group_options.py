@@ -17,21 +17,6 @@ from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts, Wor
         (Restart, {"max_restarts": 1.5}, ValueError, "max_restarts must be a whole number of at least 0, got 1.5"),
         (Restart, {"scope": "node"}, ValueError, "scope must be 'worker' or 'group', got 'node'"),
         (WorkerOptions, {"visible_devices": "all"}, ValueError, "visible_devices must be 'own' or 'node', got 'all'"),
-        (WorkerOptions, {"ray_options": 3}, TypeError, "ray_options must be a dict of Ray options, got 3"),
-        (WorkerOptions, {"ray_options": {"color": 1}}, ValueError, "ray_options: Invalid option keyword color"),
-        (WorkerOptions, {"ray_options": {"memory": "1"}}, TypeError, "ray_options: The type of keyword 'memory'"),
-        (
-            WorkerOptions,
-            {"ray_options": {"num_cpus": 1, "lifetime": "detached"}},
-            ValueError,
-            "ray_options has 'num_cpus' (use cpus_per_worker of the cluster), 'lifetime', which the group sets itself",
-        ),
-        (
-            WorkerOptions,
-            {"ray_options": {"runtime_env": {"nsight": "default", "pip": ["torch"]}}},
-            ValueError,
-            "ray_options has 'runtime_env' with 'pip' (use python=), which the group sets itself",
-        ),
         *(
             (WorkerOptions, {"master_port": port}, ValueError, f"of a range, such as (29500, 29503), got {port!r}")
             for port in (0, 70000, True, "29500", (29501, 29500), (29500,), [29500, 29501], (29500, None))

@@ -90,8 +90,7 @@ def test_wrong_forms_of_calls():
     group = _LaunchedGroup.__new__(_LaunchedGroup)
     with pytest.raises(AttributeError, match=r"^'RayWorkerGroup' object has no attribute 'ok'$"):
         group.ok()
-    described = SimpleNamespace(worker_class=SimpleNamespace(methods={"ok": None}))
-    group._core = SimpleNamespace(described=described)
+    group._core = SimpleNamespace(worker_class=SimpleNamespace(methods={"ok": None}))
     with pytest.raises(AttributeError, match=r"call it with group.call\('ok'\)"):
         group.ok()
     with pytest.raises(AttributeError, match=r"^'RayWorkerGroup' object has no attribute 'okay'$"):

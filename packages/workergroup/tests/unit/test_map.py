@@ -13,15 +13,16 @@ from fairlead_workergroup._replies import ResultStream
 from fairlead_workergroup._start.worker_class import Method
 
 
-class Sent:
-    """A call that has been sent, and never ends."""
+class Arrivals:
+    """What has come back of a call that has been sent, and never ends."""
 
-    def __init__(self, core, owner, call, sent):
-        self.futures = [sent]
+    def __init__(self, core, sent, cancelled):
+        self.sent = SimpleNamespace(replies=[sent], call=SimpleNamespace(deadline=None))
+        self.check_late = None
 
 
 def wait_for_news(futures, deadline, check_late, turn_s):
-    yield []
+    return {}
 
 
 def test_a_task_that_is_cancelled_while_an_item_waits_to_be_sent(monkeypatch):
@@ -34,17 +35,14 @@ def test_a_task_that_is_cancelled_while_an_item_waits_to_be_sent(monkeypatch):
         return call
 
     monkeypatch.setattr(item_map, "prepare_call", lambda core, method, recipients, args, kwargs, options: args[0])
-    monkeypatch.setattr(item_map, "Call", Sent)
+    monkeypatch.setattr(item_map, "Arrivals", Arrivals)
     monkeypatch.setattr(item_map, "wait_for_news", wait_for_news)
-    monkeypatch.setattr(item_map, "cancel", lambda core, sent, method, *, force: cancelled.extend(sent.values()))
+    monkeypatch.setattr(item_map, "cancel", lambda core, sent, method, *, force: cancelled.extend(sent))
     worker_class = SimpleNamespace(method=lambda name: Method(name, "plain", None))
     core = SimpleNamespace(
-        described=SimpleNamespace(worker_class=worker_class),
-        check_retries=lambda retries: None,
+        worker_class=worker_class,
         send=send,
-        call_timeout_s=None,
-        connected=True,
-        connection=SimpleNamespace(check=lambda: None),
+        connection=SimpleNamespace(check=lambda: None, is_open=True),
     )
     options = MapOptions("round_robin", move_items=False)
     results = ResultStream(ItemMap(core, None, [0], "work", ["an item"], options).results)

@@ -3,7 +3,6 @@
 
 import dataclasses
 import pickle
-from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -19,7 +18,6 @@ from fairlead_workergroup import (
     WorkerGroupError,
     WorkerStartError,
 )
-from fairlead_workergroup._model import RestartPolicy
 
 FAILURE = WorkerFailure(3, "killed", {"dp": 1}, "abcdef0123", 77, "it was killed")
 
@@ -95,9 +93,6 @@ def test_remedies(kind):
     text = str(WorkerFailureError((dataclasses.replace(FAILURE, kind=kind),)))
     assert "`restart_failed_workers()` starts them again" in text
     assert "`Restart(method=...)` names a method that loads the rest" in text
-    for scope in ("worker", "group"):
-        policy = RestartPolicy(on_failure=True, max_restarts=1, scope=scope)
-        assert "`Restart(method=...)`" in policy.remedy(SimpleNamespace(restarts=0), [])
 
 
 def test_arguments_of_timeouts():

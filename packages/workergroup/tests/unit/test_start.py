@@ -2,7 +2,6 @@
 """The start of a group without Ray: the slots and the variables of its workers."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,16 +10,13 @@ from fairlead_placement.extension import count_bundles
 from fairlead_workergroup._launch import _count_for_each_node
 from fairlead_workergroup._membership.losses import start_error
 from fairlead_workergroup._membership.places import lay_out
-from fairlead_workergroup._membership.provision import plan_workers
 from fairlead_workergroup._model import Member
 from fairlead_workergroup._start.environment import (
     RANK_VARIABLES,
-    WorkerPython,
     check_env_vars,
     forwarded_variables,
     worker_environment,
 )
-from fairlead_workergroup._start.worker_class import WorkerClass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,27 +183,25 @@ class TestLayers:
         layers = ["of_class", "driver", "of_user", "of_slot", "of_rank", "configured"]
         for at, name in enumerate(layers):
             given = {one: {"NCCL_DEBUG": one} for one in layers[: at + 1]}
-            assert make_environment(**given).variables == {"NCCL_DEBUG": name}
+            assert make_environment(**given)[0] == {"NCCL_DEBUG": name}
 
     def test_forwarded_variables(self):
         """Only the driver's variables of communication libraries and shared folders are forwarded."""
         forwarded = {"NCCL_DEBUG": "1", "GLOO_SOCKET_IFNAME": "eth0", "TORCH_NCCL_BLOCKING_WAIT": "1", "HF_HOME": "/h"}
         driver = {**forwarded, "PATH": "/bin", "API_TOKEN": "secret", "PYTHONPATH": "/x", "LD_PRELOAD": "y"}
         made = make_environment(driver=driver)
-        assert made.variables == forwarded
-        assert (made.loader_variables, made.path) == ({}, ())
+        assert made == (forwarded, {})
 
     @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "RAY_ADDRESS", *RANK_VARIABLES])
     def test_never_forwarded(self, name):
         """Ray's choices and rank variables are not taken from the driver, and are left out of env_vars."""
-        assert make_environment(driver={name: "1", f"NCCL_{name}": "1"}).variables.get(name) is None
+        assert make_environment(driver={name: "1", f"NCCL_{name}": "1"})[0].get(name) is None
         assert check_env_vars({name: "1", "MINE": "2"}) == {"MINE": "2"}
 
     def test_left_out(self, caplog):
-        """All names of env_vars that workers do not get are in one line, and those of a function too are left out."""
+        """All names of env_vars that workers do not get are in one line."""
         given = {"RANK": "7", "MASTER_ADDR": "a", "RAY_JOB_ID": "1", "MINE": "2"}
         assert check_env_vars(given) == {"MINE": "2"}
-        assert [plan.environment.variables["MINE"] for plan in make_plans(3, lambda place: given)] == ["2"] * 3
         lines = [one.getMessage() for one in caplog.records]
         assert [line.partition(" of env_vars")[0] for line in lines] == [
             "Workers do not get MASTER_ADDR, RANK, RAY_JOB_ID"
@@ -219,56 +213,11 @@ class TestLayers:
         assert caplog.messages == ["configure_worker overrides A, RANK for rank 3"]
 
     def test_split(self):
-        """PYTHONPATH goes into sys.path, what is read when a process starts needs a new one, others are set in it."""
-        loader = "LD_PRELOAD PYTHONHASHSEED MALLOC_ARENA_MAX GLIBC_TUNABLES LD_LIBRARY_PATH LC_ALL TZ ASAN_OPTIONS"
+        """Variables that are read when a process starts need a new one; others are set in it."""
+        loader = "LD_PRELOAD PYTHONPATH MALLOC_ARENA_MAX GLIBC_TUNABLES LD_LIBRARY_PATH LC_ALL TZ ASAN_OPTIONS"
         new = dict.fromkeys(loader.split(), "1")
-        made = make_environment(of_user={"PYTHONPATH": "/a::/b", "OMP_NUM_THREADS": "2", **new})
-        assert made.path == ("/a", "/b")
-        assert made.loader_variables == new
-        assert made.variables == {"OMP_NUM_THREADS": "2"}
-
-
-def make_plans(count, env_vars):
-    """Return the plans of workers on one node."""
-    group = SimpleNamespace(id="group", bundle_specs=[{"CPU": 1.0}] * count)
-    slots_of_node = [
-        Slot(
-            placement_group=group,
-            bundle_index=at,
-            node_idx=0,
-            node_id="node",
-            node_ip="10.0.0.1",
-            node_rank=0,
-            local_rank=at,
-            worker_resources={"CPU": 1.0},
-        )
-        for at in range(count)
-    ]
-    return plan_workers(
-        lay_out(slots_of_node, prefix="p"),
-        WorkerClass("a.B", "B", {}),
-        env_vars=env_vars,
-        python=WorkerPython(),
-    )
-
-
-class TestEachPlace:
-    def test_values(self):
-        """A function gives each worker its own variables, which a change of the group may change."""
-        plans = make_plans(2, lambda place: {"RAY_LOCAL_WORLD_SIZE": str(place.local_world_size), "ME": place.name})
-        assert [plan.environment.variables["RAY_LOCAL_WORLD_SIZE"] for plan in plans] == ["2", "2"]
-        assert [plan.environment.variables["ME"] for plan in plans] == ["p-0-0", "p-0-1"]
-        assert plans[0].of_rank == {*RANK_VARIABLES, "RAY_LOCAL_WORLD_SIZE", "ME"}
-        assert make_plans(1, {"ME": "1"})[0].of_rank == {*RANK_VARIABLES}
-
-    def test_refusals(self):
-        """The names and values are checked as those of a mapping are."""
-        with pytest.raises(TypeError, match="env_vars must map names to strings"):
-            make_plans(1, lambda place: {"ME": place.rank})
-        with pytest.raises(TypeError, match=r"env_vars must return a mapping .* got None"):
-            make_plans(1, lambda place: None)
-        with pytest.raises(ValueError, match=r"\['LEADER'\] are there for some only"):
-            make_plans(2, lambda place: {"LEADER": "1"} if place.rank == 0 else {})
+        made = make_environment(of_user={"OMP_NUM_THREADS": "2", **new})
+        assert made == ({"OMP_NUM_THREADS": "2"}, new)
 
 
 def test_wrong_constructor_arguments():

@@ -10,7 +10,7 @@ from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup._membership.core import Core
 from fairlead_workergroup._membership.places import lay_out
-from fairlead_workergroup._model import GroupState, Member, RestartPolicy
+from fairlead_workergroup._model import GroupState, Member, Restart
 from fairlead_workergroup._status import ObservedGroup
 
 from ..faults import let_nodes_report
@@ -24,7 +24,7 @@ def make_group(count):
     sharding = NamedSharding.from_shape(worker=count)
     places = [replace(place, coords={"worker": place.rank}) for place in lay_out(slots, prefix="local")]
     group = ObservedGroup()
-    group._core = core = Core("local", places, sharding, policy=RestartPolicy())
+    group._core = core = Core("local", places, sharding, policy=Restart())
     members = [Member(place, actor_id=f"{place.rank:032x}", node_id="a", pid=1) for place in places]
     core.commit(GroupState(0, 0, sharding, tuple(members), phase="serving"))
     return group

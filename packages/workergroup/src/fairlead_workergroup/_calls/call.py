@@ -5,10 +5,10 @@ import asyncio
 import contextlib
 from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 from ray import ObjectRef
 from ray.exceptions import RayError
@@ -16,23 +16,13 @@ from ray.exceptions import RayError
 from .. import _world
 from .._arguments import Gathered, PassedOn
 from .._membership.core import Core, PlannedCall, Sent
-from .._ray_private import end_of
-from .._replies import (
-    CheckLate,
-    NotYet,
-    ResultStream,
-    collect,
-    short_traceback,
-    taken,
-    until,
-    values,
-    wait_for_news,
-    watch,
-)
+from .._ray_private import end_of, is_stream
+from .._replies import NotYet, ResultStream, short_traceback, taken, until, wait_for_news, watch
+from .._start.worker_class import Method
 from .._world import Deadline, Event, check_timeout, wait_for_event
 from ..exceptions import CallCancelledError, WorkerFailureError
 from .plan import CallOptions, Recipients, prepare_call
-from .results import Arrivals, MultiWorkerFuture, Outcome
+from .results import Arrivals, MultiWorkerFuture, Outcome, flatten, recipients_of
 
 if TYPE_CHECKING:
     # Only the one of typing_extensions has a default before Python 3.13.
@@ -60,9 +50,22 @@ def call_hook(core: Core, method: str, ranks: Sequence[int], deadline: Deadline)
     """Send a method of the class to ranks, as a part of the change of membership that is under way."""
     options = CallOptions(timeout=deadline.left(), discard=True)
     recipients = Recipients(list(ranks), [], [False] * len(ranks))
-    called = core.described.worker_class.find(method)
+    called = core.worker_class.method(method)
     call = prepare_call(core, called, recipients, (), {}, options, is_hook=True)
     return Call(core, None, call, core.send(call))
+
+
+def as_call(
+    core: Core, owner: object, futures: MultiWorkerFuture | Sequence[Any], timeout_s: float | None = None
+) -> "Call[Any]":
+    """Return a call; in place of futures, one that waits for them as if they were of a call that is made now."""
+    if isinstance(futures, Call):
+        return futures
+    bundle = futures if isinstance(futures, MultiWorkerFuture) else MultiWorkerFuture(list(futures))
+    kind = "generator" if any(map(is_stream, bundle.futures)) else "plain"
+    began, deadline = _world.current.now(), Deadline.after(core.call_timeout_s if timeout_s is None else timeout_s)
+    call = PlannedCall(Method("a method", kind, None), recipients_of(bundle), (), began, deadline, CallOptions())
+    return Call(core, owner, call, Sent(call, bundle.futures, core.now.group_epoch))
 
 
 class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
@@ -109,7 +112,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
         with short_traceback():
-            result: Result = self._result(self._until(timeout))
+            result: Result = self._result(self._planned.deadline if timeout is None else self._until(timeout))
             return result
 
     def outcomes(self, timeout: float | None = None) -> list[Outcome]:
@@ -138,6 +141,9 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         deadline = self._until(timeout)
         return self._wait_until_sent(deadline).wait(deadline)
 
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise TypeError(f"a Call has no items: write call.result()[{index!r}]")
+
     def __iter__(self) -> Iterator[Outcome]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed.
 
@@ -153,15 +159,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         return ResultStream(self._iterate)
 
     def __repr__(self) -> str:
-        if self._cancelled:
-            state = "cancelled"
-        elif not self._core.connected:
-            state = "its Ray has been shut down"
-        elif (arrivals := self._poll()) is None:
-            state = "could not be sent" if self.done() else "waits to be sent"
-        else:
-            state = f"{len(self._ranks) - len(arrivals.pending())} of {len(self._ranks)} workers done"
-        return f"Call({self._planned.method.name!r}, {state}, {len(self._positions)} results)"
+        return f"Call({self._planned.method.name!r}, {len(self._ranks)} workers, {len(self._positions)} results)"
 
     @property
     def futures(self) -> list[Any]:  # type: ignore[override]
@@ -254,9 +252,9 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         if self._yields_items and return_generators_as_proxies:
             self._check_open()
             return self.refs
-        values: Any = self.result()
-        values = [] if self._planned.options.discard else [values] if self._is_single else values
-        return [item for items in values for item in items] if self._yields_items else values
+        with short_traceback():
+            result = self._result(self._until(None))
+            return flatten(self.refs, [result] if self._is_single else result or [])
 
     def as_argument(self) -> ObjectRef[Any] | Gathered:
         self._check_passable()
@@ -280,7 +278,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
 
     @property
     def _recipients(self) -> Recipients:
-        """The workers that the call reaches; it may have been planned again while it waited."""
+        """The workers that the call reaches, which may have been planned again while it waited."""
         arrivals = self._poll()
         recipients: Recipients = self._planned.recipients if arrivals is None else arrivals.sent.call.recipients
         return recipients
@@ -335,21 +333,13 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
                 raise error.with_traceback(None)
         return arrivals
 
-    def _wait_in_turns(self, deadline: Deadline, turn_s: float | None) -> Generator[list[Any], None, Arrivals]:
-        """Do what `_wait_until_sent` does, and yield an empty list after each turn."""
-        sending = self.sending
-        while turn_s is not None and sending is not None and not sending.done() and not deadline.passed:
-            wait([sending], turn_s)
-            yield []
-        return self._wait_until_sent(deadline)
-
     def _result(self, deadline: Deadline) -> Any:
         """Wait for all called workers and fetch the results; the first failure ends the wait or repeats the call."""
         while True:
             self._check_open()
             arrivals = self._wait_until_sent(deadline)
             try:
-                return self._fetch_result(arrivals, deadline, arrivals.check_late)
+                return arrivals.result(deadline, arrivals.check_late)
             except RayError as error:  # every exception of a worker, and none of a signal handler here
                 failure = arrivals.failure(error, deadline)
             # A restart takes seconds.
@@ -361,7 +351,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             try:
                 return await self._result_on_loop(self._until(None))
             except asyncio.CancelledError:
-                if self._core.connected:
+                if self._core.connection.is_open:
                     # A second cancellation ends this wait, but not the thread.
                     await asyncio.shield(asyncio.to_thread(self.cancel))
                 raise
@@ -372,39 +362,30 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         if self._poll() is None and self.sending is not None:
             await until(self.sending.add_done_callback, deadline)
         arrivals = self._wait_until_sent(deadline)
-        if self._planned.method.backpressure is None:  # otherwise the generators end only when their items are taken
-            ends = list(map(end_of, arrivals.sent.replies))
-            await until(partial(watch, ends), deadline, arrivals.check_late)
-            if not self._yields_items:
-                with contextlib.suppress(RayError, NotYet):
-                    return self._fetch_result(arrivals, Deadline.after(0.0))
+        ends = list(map(end_of, arrivals.sent.replies))
+        await until(partial(watch, ends), deadline, arrivals.check_late)
+        if not self._yields_items:
+            with contextlib.suppress(RayError, NotYet):
+                return arrivals.result(Deadline.after(0.0), None)
         return await asyncio.to_thread(self._result, deadline)
-
-    def _fetch_result(self, arrivals: Arrivals, deadline: Deadline, check_late: CheckLate | None = None) -> Any:
-        wanted, others = arrivals.sent.call.recipients.positions
-        in_order = list(map(arrivals.sent.replies.__getitem__, [*wanted, *others]))
-        fetch = collect if self._yields_items else values
-        results = fetch(in_order, deadline, check_late)[: len(wanted)]
-        if self._planned.options.discard:
-            return None
-        return results[0] if self._is_single else results
 
     def _stream(self, timeout: float | None, turn_s: float | None) -> Generator[list[Outcome]]:
         """Yield the items of generators as they arrive; see `stream`."""
         self._check_open()
         deadline = self._until(timeout)
-        arrivals = yield from self._wait_in_turns(deadline, turn_s)
+        arrivals = self._wait_until_sent(deadline)
         streams = {arrivals.sent.replies[position]: position for position in self._positions}
         while streams:
             # One item of each worker that has one, then the next round: Ray prefers some workers to others.
             if not any(map(taken, streams)):
-                news = yield from wait_for_news(list(streams), deadline, arrivals.check_late, turn_s, here=True, most=1)
+                if not (news := wait_for_news(list(streams), deadline, arrivals.check_late, turn_s)):
+                    yield []
                 streams = {stream: position for stream, position in streams.items() if not news.get(stream)}
             for stream, position in list(streams.items()):
                 if not (items := taken(stream)):
                     continue
                 # An item that cannot be fetched is kept: an error is raised again, and a timeout loses nothing.
-                value = _fetch(arrivals, items[0], deadline)
+                value = arrivals.value(items[0], deadline)
                 del items[0]
                 items.handed_out += 1
                 yield [arrivals.make_outcome(position, value)]
@@ -412,17 +393,18 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
                 deadline = self._until(timeout)  # of the next item
         # A stream whose worker has died just stops; the completion has the error.
         for end in map(end_of, arrivals.sent.replies):
-            _fetch(arrivals, end, self._until(timeout))
+            arrivals.value(end, self._until(timeout))
 
     def _iterate(self, turn_s: float | None) -> Generator[list[Outcome]]:
         """Yield outcomes as workers finish: of workers that return a result, and of others that failed."""
         deadline = self._planned.deadline
         self._core.connection.check()
-        arrivals = yield from self._wait_in_turns(deadline, turn_s)
+        arrivals = self._wait_until_sent(deadline)
         waiting = {reply: position for position, reply in enumerate(arrivals.sent.replies)}
         answering = frozenset(self._positions)
         while waiting:
-            news = yield from wait_for_news(list(waiting), deadline, arrivals.check_late, turn_s)
+            if not (news := wait_for_news(list(waiting), deadline, arrivals.check_late, turn_s)):
+                yield []
             for position in [waiting.pop(reply) for reply, has_ended in news.items() if has_ended]:
                 outcome = arrivals.outcome(position)
                 if position in answering or outcome.error is not None:
@@ -454,7 +436,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         # Without a lost worker the error is the worker's own, about a group that it uses.
         if self._attempts == self._planned.options.retries or not lost:
             return False
-        if self._core.policy.restarts_all:
+        if self._core.restarts_all:
             lost = list(range(len(sent.replies)))
         ranks = [sent.call.called[position] for position in lost]
         requests = [sent.call.requests[position] for position in lost]
@@ -466,12 +448,3 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         self._latest = Arrivals(self._core, Sent(sent.call, list(replies.values()), again.epoch), self._cancelled)
         self._attempts += 1
         return True
-
-
-def _fetch(arrivals: Arrivals, ref: Any, deadline: Deadline) -> Any:
-    """Return the value of a reference that is here or will be soon, or raise the failure of the call."""
-    try:
-        (value,) = values([ref], deadline, arrivals.check_late)
-    except RayError as error:
-        raise arrivals.failure(error, deadline)  # noqa: B904  chained there
-    return value

@@ -6,12 +6,14 @@ from typing import Any
 
 from ray import ObjectRef
 
+from fairlead_sharding import NamedSharding
+
 from .._membership.losses import note_known_dead
 from .._replies import short_traceback
-from .call import Call, send_call
-from .plan import Axes, CallOptions, Column, Recipients, as_axes, column_per_worker, make_plan, prepare_call, replicate
-from .results import MultiWorkerFuture, fetch
-from .view import AddressedWorkers, Target
+from .call import Call, as_call, send_call
+from .plan import Axes, CallOptions, Column, Recipients, column_per_worker, first_of, make_plan, prepare_call, replicate
+from .results import MultiWorkerFuture
+from .view import AddressedWorkers
 
 
 class ClassicCalls(AddressedWorkers):
@@ -61,15 +63,15 @@ class ClassicCalls(AddressedWorkers):
             CallTimeoutError: an event loop runs here, and the call would have to wait for a restart or a resize. `call`
                 waits without blocking the loop.
         """
-        target = self._target
-        size = target.mesh.sharding.size
+        sharding = self._target.sharding
+        size = sharding.size
         if isinstance(worker_idx, bool) or not isinstance(worker_idx, int):
             raise TypeError(f"worker_idx must be an int, got {worker_idx!r}")
         if not 0 <= worker_idx < size:
             raise IndexError(f"worker_idx {worker_idx} is out of range: the group has ranks 0 to {size - 1}")
         recipients = Recipients([worker_idx], [worker_idx], None)
         future: ObjectRef[Any]
-        (future,) = self._dispatch(target, method_name, recipients, args, kwargs, replicate).futures
+        (future,) = self._dispatch(sharding, method_name, recipients, args, kwargs, replicate).futures
         return future
 
     def run_all_workers_single_data(
@@ -90,9 +92,9 @@ class ClassicCalls(AddressedWorkers):
             ValueError: an axis does not exist.
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
         """
-        target = self._target
-        plan = make_plan(target.mesh, CallOptions(first_along=run_rank_0_only_axes))
-        return self._dispatch(target, method_name, plan, args, kwargs, replicate).futures
+        sharding = self._target.sharding
+        plan = make_plan(first_of(sharding, run_rank_0_only_axes), CallOptions())
+        return self._dispatch(sharding, method_name, plan, args, kwargs, replicate).futures
 
     def run_all_workers_multiple_data(
         self,
@@ -124,15 +126,15 @@ class ClassicCalls(AddressedWorkers):
                 f"run_all_workers_multiple_data({method_name!r}) needs at least one list with a value for each worker, "
                 "got none. For the same arguments everywhere, use run_all_workers_single_data."
             )
-        target = self._target
-        plan = make_plan(target.mesh, CallOptions(first_along=run_rank_0_only_axes))
+        sharding = self._target.sharding
+        plan = make_plan(first_of(sharding, run_rank_0_only_axes), CallOptions())
 
         def column(values: Any) -> Column:
             # Unlike `PerWorker`, NeMo RL accepts a pandas Series, which has keys.
             is_series = hasattr(values, "keys") and not isinstance(values, Mapping)
             return column_per_worker(list(values) if is_series else values, len(plan.called))
 
-        return self._dispatch(target, method_name, plan, args, kwargs, column, common_kwargs).futures
+        return self._dispatch(sharding, method_name, plan, args, kwargs, column, common_kwargs).futures
 
     def run_all_workers_sharded_data(
         self,
@@ -166,11 +168,11 @@ class ClassicCalls(AddressedWorkers):
                 at any depth; or a name is in both `kwargs` and `common_kwargs`.
             AttributeError, TypeError, WorkerFailureError, WorkerGroupError: as `run_single_worker_single_data` does.
         """
-        target = self._target
-        plan = target.mesh.sharding.plan(
-            in_sharded_axes=as_axes(in_sharded_axes),
-            replicate_on_axes=as_axes(replicate_on_axes),
-            output_is_replicated=as_axes(output_is_replicated),
+        sharding = self._target.sharding
+        plan = sharding.plan(
+            in_sharded_axes=in_sharded_axes or (),
+            replicate_on_axes=replicate_on_axes or (),
+            output_is_replicated=output_is_replicated or (),
             make_dummy_calls_to_free_axes=make_dummy_calls_to_free_axes,
         )
         recipients = Recipients(plan.called.tolist(), plan.returned.tolist(), plan.answers.tolist())
@@ -179,7 +181,7 @@ class ClassicCalls(AddressedWorkers):
         def column(nested: Any) -> Column:
             return Column(plan.pieces(nested), index)
 
-        return self._dispatch(target, method_name, recipients, args, kwargs, column, common_kwargs, queues=True)
+        return self._dispatch(sharding, method_name, recipients, args, kwargs, column, common_kwargs, queues=True)
 
     def get_all_worker_results(
         self, future_bundle: MultiWorkerFuture | Sequence[Any], return_generators_as_proxies: bool = False
@@ -200,15 +202,12 @@ class ClassicCalls(AddressedWorkers):
             Exception: a worker's own exception, with its type and a note for each failing rank.
         """
         with short_traceback():
-            if isinstance(future_bundle, Call):
-                return future_bundle.get_results(return_generators_as_proxies=return_generators_as_proxies)
-            if not isinstance(future_bundle, MultiWorkerFuture):
-                future_bundle = MultiWorkerFuture(list(future_bundle))
-            return fetch(future_bundle, core=self._target.core, proxies=return_generators_as_proxies)
+            call = as_call(self._target.core, self, future_bundle)
+            return call.get_results(return_generators_as_proxies=return_generators_as_proxies)
 
     def _dispatch(
         self,
-        target: Target,
+        sharding: NamedSharding,
         method_name: str,
         recipients: Recipients,
         args: Sequence[Any],
@@ -220,13 +219,12 @@ class ClassicCalls(AddressedWorkers):
     ) -> Call:
         """Send a call. With `queues`, one of an event loop that has to wait is sent later; otherwise it is refused."""
         # The deaths that a user's `ray.get` of earlier futures has met: then this call raises or repairs them.
-        note_known_dead(target.core, recipients.called)
+        core = self._target.core
+        note_known_dead(core, recipients.called)
         common = common_kwargs or {}
-        method = target.core.described.worker_class.find(method_name)
+        method = core.worker_class.method(method_name)
         if both := sorted(set(kwargs) & set(common)):
             raise ValueError(f"arguments {both} are given both per worker and in common_kwargs")
         named = {**kwargs, **{name: replicate(value) for name, value in common.items()}}
-        call = prepare_call(
-            target.core, method, recipients, args, named, CallOptions(), column=column, sharding=target.sharding
-        )
-        return send_call(target.core, self, call, queues=queues)
+        call = prepare_call(core, method, recipients, args, named, CallOptions(), column=column, sharding=sharding)
+        return send_call(core, self, call, queues=queues)

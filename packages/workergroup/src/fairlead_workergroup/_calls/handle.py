@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of a group that another process has made, such as those of an RL controller in an actor, or of a notebook."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -10,19 +9,18 @@ from typing import Any, ClassVar
 
 import ray
 
-from fairlead_placement import PlacementError, init_ray
+from fairlead_placement import init_ray
 from fairlead_placement.extension import actor_id_of, ask_head, head_deadline, read_board, refuse_client, run_in_thread
 from fairlead_sharding import NamedSharding
 
 from .._membership.core import Core
-from .._model import Member, Resize, RestartPolicy
+from .._model import Member, Restart
 from .._observe.board import ANSWER_S, KEY, PublishedGroup, find_group, read_group, read_groups
-from .._start.worker_class import Described, WorkerClass
+from .._start.worker_class import WorkerClass
 from .._status import STUCK_AFTER_S, WorkerStatus, read_statuses
 from .._world import Deadline
-from ..exceptions import StaleGroupError, WorkerFailure, WorkerFailureError, WorkerGroupError, format_ranks
+from ..exceptions import WorkerGroupError
 from .map import MapOptions
-from .plan import Mesh
 from .view import Target, TypedCalls
 
 # A publication that is on its way arrives within this time, and how often it is looked for.
@@ -131,12 +129,9 @@ class GroupHandle(TypedCalls):
         """The axes over the ranks."""
         return self._connect().now.sharding
 
-    def _find_target(self, *, renew: bool = True) -> Target:
-        core = self._connect()
-        if renew:
-            core.renew()
-        sharding = core.now.sharding
-        return Target(core, Mesh(sharding), sharding, MapOptions("round_robin", move_items=False))
+    @property
+    def _target(self) -> Target:  # type: ignore[override]
+        return Target(self._connect(), MapOptions("round_robin", move_items=False))
 
     def status(self, *, stuck_after_s: float = STUCK_AFTER_S) -> list[WorkerStatus]:
         """Return what each worker does, by rank, as `RayWorkerGroup.get_worker_status` does.
@@ -156,7 +151,7 @@ class GroupHandle(TypedCalls):
     def _connect(self) -> "_ClientCore":
         """Return the core of this process, which is made at the first use."""
         with self._lock:
-            if self._core is None or not self._core.connected:
+            if self._core is None or not self._core.connection.is_open:
                 self._identity.connect()
                 with head_deadline(HEAD_S):
                     self._core = _ClientCore(self._identity, self._identity.read(), self._lock)
@@ -189,8 +184,8 @@ class _ClientCore(Core):
 
     def __init__(self, identity: GroupIdentity, group: PublishedGroup, reading: threading.RLock) -> None:
         state = group.state
-        super().__init__(group.name, state.places, state.sharding, policy=RestartPolicy(), remedy=REMEDY)
-        self.described = Described(WorkerClass.from_dict(group.methods))
+        super().__init__(group.name, state.places, state.sharding, policy=Restart(), remedy=REMEDY)
+        self.worker_class = WorkerClass.from_dict(group.methods)
         self._identity = identity
         self._reading = reading  # that of the handle
         self._adopt(group)
@@ -200,21 +195,6 @@ class _ClientCore(Core):
             raise ValueError(
                 f"retries={retries} needs a call of the process that made the group, which restarts the workers"
             )
-
-    def failure_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError | StaleGroupError:
-        """Return the error that reports losses, or the one about workers that have been or are being replaced."""
-        with contextlib.suppress(WorkerGroupError, PlacementError):
-            self.renew()
-        now = self.now
-        still_lost = {member.rank for member in now.members if member.lost is not None} - set(now.restarting)
-        replaced = [failure.rank for failure in lost if failure.rank not in still_lost]
-        if not replaced:
-            return super().failure_error(lost)
-        return StaleGroupError(
-            f"rank(s) {format_ranks(replaced)} of {self.name_prefix!r} are being restarted, or have been since this "
-            "handle has read the group, and may have run the call before. Make the call again.",
-            now.group_epoch,
-        )
 
     def renew(self, at_least: int = 0) -> None:
         """Read the members again if their owner has published others; wait shortly for those of an epoch."""
@@ -252,24 +232,15 @@ class _ClientCore(Core):
             cause = "Ray has no actor of its name: it has ended" if fresh.pid else "it has not started yet"
             lost = None if handle is not None else fresh.failure("killed", cause)
             members.append(replace(fresh, handle=handle, lost=lost))
-        resized = [
-            Resize(state.group_epoch, axis, now.sharding.shape[axis], size)
-            for axis, size in state.sharding.shape.items()
-            if now.sharding.shape.get(axis, size) != size
-        ]
-        departed = dict(now.departed) | {member.rank: member for member in now.members}
         with self.turn:
-            self._by_actor.update((member.actor_id, member) for member in members)
+            self._note_members(replace(state, members=tuple(members)))
             self.advance(
                 group_epoch=state.group_epoch,
-                sharding=state.sharding if resized else now.sharding,
+                sharding=now.sharding if state.sharding.shape == now.sharding.shape else state.sharding,
                 members=tuple(members),
                 phase=state.phase,
                 restarting=state.restarting,
-                departed={rank: member for rank, member in departed.items() if rank >= len(members)},
-                resizes=(*now.resizes, *resized),
             )
-            self.handles[:] = [member.handle for member in members]
         self._group = group
 
 

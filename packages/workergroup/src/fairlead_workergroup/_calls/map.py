@@ -5,19 +5,18 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from .. import _world
+from ray.exceptions import RayError
+
 from .._arguments import Arguments
 from .._membership.core import Core
 from .._observe.progress_bar import Bar
 from .._replies import wait_for_news
-from .._world import Deadline
+from .._world import NEVER
 from ..exceptions import CallTimeoutError, StaleGroupError, WorkerFailureError
-from .call import Call
 from .plan import CallOptions, Recipients, prepare_call
-from .results import cancel, check_late
+from .results import Arrivals, cancel
 
 Strategy = Literal["round_robin", "least_loaded"] | Callable[[Sequence[int]], int]
 
@@ -53,14 +52,12 @@ class _Item(NamedTuple):
     position: int
     value: Any
     rank: int
-    began: float
-    deadline: Deadline
 
 
 class _Failure(NamedTuple):
     """The error of an item, to be raised in its turn."""
 
-    error: Exception
+    error: BaseException
 
 
 class ItemMap:
@@ -75,13 +72,12 @@ class ItemMap:
         items: Iterable[Any],
         options: MapOptions,
     ) -> None:
-        called = core.described.worker_class.method(method)
+        called = core.worker_class.method(method)
         if called.result == "items":
             raise TypeError(
                 f"{called.name!r} is a generator method; map needs one result for each item: call it and stream"
             )
         called.check(1, ())
-        core.check_retries(options.each.retries)
         self._core = core
         self._owner = owner
         # A large function is stored once, not with each item.
@@ -96,25 +92,22 @@ class ItemMap:
         self._taken = 0  # how many items were taken
         self._turn = 0  # how many items were sent
         self._next = 0  # the position of the next result in order
-        self._sent: dict[Call, _Item] = {}  # in the order of the items
-        # The positions of items that have just finished, with results or failures.
-        self._news: list[tuple[int, Any]] = []
-        self._early: dict[int, Any] = {}  # those that have finished before an earlier item
+        self._sent: dict[Arrivals, _Item] = {}  # in the order of the items
+        self._finished: dict[int, Any] = {}  # by position, the results and failures that have not had their turn
         self._failed = False
         self._again: deque[tuple[int, Any]] = deque()
         self._losses: Counter[int] = Counter()
 
     def results(self, turn_s: float | None) -> Generator[list[Any]]:
         """Yield results; raise the error of an item in its turn."""
-        done = 0
         try:
             with Bar(f"Mapping {self._method.name}", self._total) as bar:
                 while self._fill():
-                    if not self._news:
-                        yield from self._wait_for_news(turn_s)
-                    done += len(self._news)
-                    bar.show(done)
-                    for value in self._take_ready():
+                    if not (ready := self._take_ready()):
+                        self._wait_for_news(turn_s)
+                        yield []
+                        bar.show(self._taken - len(self._sent) - len(self._again))
+                    for value in ready:
                         if isinstance(value, _Failure):
                             raise value.error
                         yield [value]
@@ -123,13 +116,12 @@ class ItemMap:
 
     def _take_ready(self) -> list[Any]:
         """Return the results and failures whose turn has come."""
-        news, self._news = self._news, []
         if not self._options.ordered:
-            return [value for _, value in news]
-        self._early.update(news)
+            finished, self._finished = self._finished, {}
+            return list(finished.values())
         ready = []
-        while self._next in self._early:
-            ready.append(self._early.pop(self._next))
+        while self._next in self._finished:
+            ready.append(self._finished.pop(self._next))
             self._next += 1
         return ready
 
@@ -147,7 +139,7 @@ class ItemMap:
                     break
                 position, self._taken = self._taken, self._taken + 1
             self._send(position, value, rank)
-        return bool(self._sent or self._news)
+        return bool(self._sent or self._finished)
 
     def _choose(self) -> int | None:
         """Return the rank whose turn it is; None if it has no room now."""
@@ -167,12 +159,10 @@ class ItemMap:
         return rank if self._loads[rank] < self._options.max_in_flight else None
 
     def _send(self, position: int, value: Any, rank: int) -> None:
-        each = self._options.each
-        timeout_s = self._core.call_timeout_s if each.timeout is None else each.timeout
-        item = _Item(position, value, rank, _world.current.now(), Deadline.after(timeout_s))
+        item, recipients = _Item(position, value, rank), Recipients([rank], [rank], None)
         try:
-            call = prepare_call(self._core, self._method, Recipients([rank], [rank], None), [value], {}, each)
-            self._sent[Call(self._core, self._owner, call, self._core.send(call))] = item
+            call = prepare_call(self._core, self._method, recipients, [value], {}, self._options.each)
+            self._sent[Arrivals(self._core, self._core.send(call), set())] = item
         except StaleGroupError:  # a resize has removed the rank; the items that it has are finished there
             del self._loads[rank]
             if not self._loads:
@@ -184,32 +174,30 @@ class ItemMap:
             self._turn += 1
             self._loads[rank] += 1
 
-    def _wait_for_news(self, turn_s: float | None) -> Generator[list[Any]]:
+    def _wait_for_news(self, turn_s: float | None) -> None:
         """Wait until an item has finished, and note all that have finished by then."""
         self._core.connection.check()  # a wait would start another Ray
-        calls, oldest = {call.futures[0]: call for call in self._sent}, next(iter(self._sent))
-        item = self._sent[oldest]
-        check = partial(check_late, self._core, self._method.name, item.began, oldest.futures)
+        waiting, oldest = {arrivals.sent.replies[0]: arrivals for arrivals in self._sent}, next(iter(self._sent))
         try:
-            news = yield from wait_for_news(list(calls), item.deadline, check, turn_s)
+            news = wait_for_news(list(waiting), oldest.sent.call.deadline, oldest.check_late, turn_s)
         except CallTimeoutError as error:
             self._fail(self._release(oldest), error)
             return
-        for call in sorted((calls[reply] for reply in news), key=lambda call: self._sent[call].position):
+        for arrivals in sorted(map(waiting.__getitem__, news), key=lambda arrivals: self._sent[arrivals].position):
             try:
-                result = call.result()
-            except Exception as error:  # noqa: BLE001  any exception of the worker
-                self._fail(self._release(call), error)
+                value = arrivals.result(NEVER, arrivals.check_late)
+            except RayError as error:  # every exception of a worker
+                self._fail(self._release(arrivals), arrivals.failure(error, NEVER))
             else:
-                self._news.append((self._release(call).position, result))
+                self._finished[self._release(arrivals).position] = value
 
-    def _release(self, call: Call) -> _Item:
-        item = self._sent.pop(call)
+    def _release(self, arrivals: Arrivals) -> _Item:
+        item = self._sent.pop(arrivals)
         if item.rank in self._loads:
             self._loads[item.rank] -= 1
         return item
 
-    def _fail(self, item: _Item, error: Exception) -> None:
+    def _fail(self, item: _Item, error: BaseException) -> None:
         """Note the error of an item, or send it again. After a failure that is to be raised, send no more."""
         note = f"item {item.position} of map({self._method.name!r})"
         if isinstance(error, WorkerFailureError):
@@ -224,16 +212,11 @@ class ItemMap:
         if not self._loads:
             raise error
         self._failed |= not self._options.return_exceptions
-        self._news.append((item.position, error if self._options.return_exceptions else _Failure(error)))
+        self._finished[item.position] = error if self._options.return_exceptions else _Failure(error)
 
     def _close(self) -> None:
         """Cancel the unfinished items."""
         sent, self._sent = self._sent, {}
-        if not self._core.connected:
-            return
-        waiting: dict[int, list[Any]] = {}
-        for call, item in sent.items():
-            waiting.setdefault(item.rank, []).append(call.futures[0])
-        while waiting:  # an item of each worker at a time: one request a node
-            cancel(self._core, {rank: refs.pop() for rank, refs in waiting.items()}, self._method.name, force=False)
-            waiting = {rank: refs for rank, refs in waiting.items() if refs}
+        if self._core.connection.is_open:
+            unfinished = [arrivals.sent.replies[0] for arrivals in sent]
+            cancel(self._core, unfinished, self._method.name, force=False)

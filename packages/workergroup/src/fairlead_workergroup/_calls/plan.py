@@ -36,7 +36,6 @@ class CallOptions:
     """The options of a call, which are the keywords of `RayWorkerGroup.call`."""
 
     collect: Axes = None
-    first_along: Axes = ()
     timeout: float | None = field(default=None, compare=False)  # the plan of a call depends on the others only
     retries: int = field(default=0, compare=False)
     discard: bool = False
@@ -49,47 +48,36 @@ class CallOptions:
         # Axes may come as an iterator, which can be read only once. `__dict__` bypasses the frozen dataclass.
         if self.collect is not None:
             self.__dict__["collect"] = as_axes(self.collect)
-        if self.first_along != ():
-            self.__dict__["first_along"] = as_axes(self.first_along)
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """The workers that a call may reach, on the axes that it may name; `single` if every axis was indexed away."""
+def select(sharding: NamedSharding, coords: Mapping[str, int | slice]) -> NamedSharding:
+    """Return the axes of the workers at some coordinates. An integer drops its axis; a single worker has one axis."""
+    check_axes(sharding, coords)
+    selected = sharding.at(**coords) if coords else sharding
+    return selected if isinstance(selected, NamedSharding) else NamedSharding([selected], ["worker"])
 
-    sharding: NamedSharding
-    single: bool = False
 
-    def at(self, coords: dict[str, int | slice]) -> "Mesh":
-        """Return the mesh of the workers at some coordinates; as in numpy, an integer drops its axis."""
-        self.check(coords)
-        selected = self.sharding.at(**coords) if coords else self.sharding
-        if isinstance(selected, NamedSharding):
-            return replace(self, sharding=selected)
-        return Mesh(NamedSharding([selected], ["worker"]), single=True)
+def first_of(sharding: NamedSharding, axes: Axes) -> NamedSharding:
+    """Return the axes of the workers at coordinate 0 along some axes."""
+    return select(sharding, dict.fromkeys(as_axes(axes), 0))
 
-    def check(self, axes: Iterable[str]) -> None:
-        """Refuse axes that this mesh does not have."""
-        for axis in axes:
-            if self.single:
-                raise ValueError(f"Invalid axis name: {axis!r}. This is a view of one worker, which has no axes left")
-            self.sharding.get_axis_index(axis)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The axes that may be named."""
-        return () if self.single else tuple(self.sharding.names)
+def check_axes(sharding: NamedSharding, axes: Iterable[str]) -> None:
+    """Refuse axes that there are not."""
+    for axis in axes:
+        if axis == "rank" and axis not in sharding.names:
+            first = sorted_ranks(sharding)[0]
+            raise ValueError(
+                f"Invalid axis name: 'rank'. Give coordinates along {list(sharding.names)}: those of rank {first} are "
+                f"{sharding.get_worker_coords(first)}."
+            )
+        sharding.get_axis_index(axis)
 
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks in ascending order."""
-        ranks: list[int] = np.sort(self.sharding.layout, axis=None).tolist()
-        return ranks
 
-    @property
-    def coords(self) -> dict[int, dict[str, int]]:
-        """The coordinates of each rank along the axes that may be named."""
-        return {rank: {} if self.single else self.sharding.get_worker_coords(rank) for rank in self.ranks}
+def sorted_ranks(sharding: NamedSharding) -> list[int]:
+    """Return the ranks in ascending order."""
+    ranks: list[int] = np.sort(sharding.layout, axis=None).tolist()
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -132,8 +120,7 @@ class Recipients:
 class CallPlan(Recipients):
     """The recipients of a call, in ascending order, with which it finds the piece of each argument for each of them."""
 
-    mesh: Mesh
-    coordinate_0: tuple[str, ...]  # axes along which only coordinate 0 is called
+    sharding: NamedSharding
 
     def column(self, value: Any) -> Column:
         """Return an argument as a column. It is replicated unless it is a `Shard` or a `PerWorker`."""
@@ -144,11 +131,9 @@ class CallPlan(Recipients):
         return Column([value])
 
     def _shard_column(self, shard: Shard) -> Column:
-        self.mesh.check(shard.axes)
-        if uncalled := [axis for axis in shard.axes if axis in self.coordinate_0]:
-            raise ValueError(f"cannot be split along {uncalled}, of which only coordinate 0 is called")
-        others = [axis for axis in self.mesh.sharding.names if axis not in (*shard.axes, *self.coordinate_0)]
-        layout = self.mesh.sharding.plan(in_sharded_axes=shard.axes, replicate_on_axes=others)
+        check_axes(self.sharding, shard.axes)
+        others = [axis for axis in self.sharding.names if axis not in shard.axes]
+        layout = self.sharding.plan(in_sharded_axes=shard.axes, replicate_on_axes=others)
         if isinstance(shard.values, PassedOn):
             pieces = shard.values.as_arguments()
             if len(pieces) != layout.n_pieces:
@@ -157,7 +142,7 @@ class CallPlan(Recipients):
             try:
                 pieces = layout.pieces(shard.values)
             except (TypeError, ValueError) as error:
-                raise type(error)(f"{error} {_explain_shard(self.mesh, shard)}") from None
+                raise type(error)(f"{error} {_explain_shard(self.sharding, shard)}") from None
         return Column(pieces, layout.piece.tolist())
 
 
@@ -165,29 +150,29 @@ def explain_plan(plan: CallPlan, method: Method, args: Sequence[Any], kwargs: Ma
     """Return what a call with a plan would do, as a table. Nothing is stored or called."""
     columns = make_columns(method, args, kwargs, plan.column)
     places = {rank: str(place) for place, rank in enumerate(plan.returned)}
-    coords = plan.mesh.coords
     values = [method.function, *(value for column in columns for value in column.values)]
     stored = {id(value) for value in values if not (isinstance(value, (ObjectRef, PassedOn)) or is_inlined(value))}
     names = [f"argument {index}" for index in range(len(args))] + list(kwargs)
-    lines = [["rank", *plan.mesh.names, *names, "result"]]
+    lines = [["rank", *plan.sharding.names, *names, "result"]]
     for index, rank in enumerate(plan.called[:MOST_ROWS]):
         pieces = ["the same" if column.index is None else f"piece {column.index[index]}" for column in columns]
-        lines.append([str(rank), *map(str, coords[rank].values()), *pieces, places.get(rank, "no")])
+        coords = map(str, plan.sharding.get_worker_coords(rank).values())
+        lines.append([str(rank), *coords, *pieces, places.get(rank, "no")])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
     if len(plan.called) > MOST_ROWS:
         shown.append(f"and {len(plan.called) - MOST_ROWS} other workers")
     summary = (
-        f"{method.name}: {len(plan.called)} of {len(coords)} workers called, {len(stored)} value(s) stored, "
+        f"{method.name}: {len(plan.called)} of {plan.sharding.size} workers called, {len(stored)} value(s) stored, "
         f"{len(plan.returned)} result(s)"
     )
     return "\n".join([summary, *shown])
 
 
-def _explain_shard(mesh: Mesh, shard: Shard) -> str:
+def _explain_shard(sharding: NamedSharding, shard: Shard) -> str:
     """Return what the values of a `Shard` have to be."""
     axes = ", ".join(map(repr, shard.axes))
-    sizes = [mesh.sharding.get_axis_size(axis) for axis in shard.axes]
+    sizes = [sharding.get_axis_size(axis) for axis in shard.axes]
     if len(sizes) > 1:
         levels = " of ".join(f"{size} for {axis!r}" for axis, size in zip(shard.axes, sizes, strict=True))
         return f"Shard(values, {axes}) takes nested sequences, one level for each axis: {levels}."
@@ -268,7 +253,7 @@ def _make_request(method: Method, how: dict[str, Any], args: Sequence[Any], kwar
         return Request(method.name, args, kwargs)
     how = {"method": method.name, **how}
     if method.result == "items" and "silent" not in how:  # Ray streams only from generator methods
-        return Request("_fairlead_iterate", [how, *args], kwargs, method.backpressure)
+        return Request("_fairlead_iterate", [how, *args], kwargs)
     return Request("_fairlead_call", [how, *args], kwargs)
 
 
@@ -318,43 +303,32 @@ def prepare_call(
     columns = make_columns(method, args, kwargs, column, prepare)
     if method.function is not None:
         columns = [Column([prepare(method.function)]), *columns]
-    epoch = None if core.is_owner else core.now.group_epoch
-    call = replace(call, requests=make_requests(method, recipients, columns, names, epoch))
-    if replan is None:
-        return call
 
-    def plan_again() -> PlannedCall:
-        now, sharding = replan()
+    def finish(recipients: Recipients, sharding: NamedSharding | None) -> PlannedCall:
         epoch = None if core.is_owner else core.now.group_epoch
-        requests = make_requests(method, now, columns, names, epoch)
-        return replace(call, recipients=now, requests=requests, sharding=sharding)
+        requests = make_requests(method, recipients, columns, names, epoch)
+        again = None if replan is None else lambda: finish(*replan())
+        return replace(call, recipients=recipients, requests=requests, sharding=sharding, replan=again)
 
-    return replace(call, replan=plan_again)
+    return finish(recipients, sharding)
 
 
 @lru_cache(maxsize=64)
-def make_plan(mesh: Mesh, options: CallOptions) -> CallPlan:
+def make_plan(sharding: NamedSharding, options: CallOptions) -> CallPlan:
     """Plan a call; `RayWorkerGroup.call` describes the options."""
-    collect: Any = options.collect  # a tuple or None, as those of `first_along` are
-    first, discard = as_axes(options.first_along), options.discard
-    for axes in (collect or (), first):
-        mesh.check(axes)
-        if len(set(axes)) != len(axes):
-            raise ValueError(f"an axis is named twice: {list(axes)}")
-    if both := [axis for axis in collect or () if axis in first]:
-        raise ValueError(f"axes {both} cannot be collected: with first_along only their coordinate 0 is called")
-    if discard and collect is not None:
+    collect: Any = options.collect  # a tuple or None
+    check_axes(sharding, collect or ())
+    if len(set(collect or ())) != len(collect or ()):
+        raise ValueError(f"an axis is named twice: {list(collect)}")
+    if options.discard and collect is not None:
         raise ValueError(f"discard=True returns no results, so there is nothing to collect along {list(collect)}")
-    names = mesh.sharding.names
-    answering = names if collect is None else collect
-    plan = mesh.sharding.plan(
-        replicate_on_axes=[axis for axis in names if axis not in first],
-        output_is_replicated=[axis for axis in names if axis not in answering],
-    )
+    names = sharding.names
+    silent = [] if collect is None else [axis for axis in names if axis not in collect]
+    plan = sharding.plan(replicate_on_axes=names, output_is_replicated=silent)
     called, returned, answers = plan.called.tolist(), plan.returned, plan.answers
     if collect:
-        pieces = mesh.sharding.plan(in_sharded_axes=collect)
+        pieces = sharding.plan(in_sharded_axes=collect)
         returned = pieces.called[np.argsort(pieces.piece)]
-    if discard:
+    if options.discard:
         returned, answers = returned[:0], np.zeros_like(answers)
-    return CallPlan(called, returned.tolist(), None if answers.all() else answers.tolist(), mesh, first)
+    return CallPlan(called, returned.tolist(), None if answers.all() else answers.tolist(), sharding)

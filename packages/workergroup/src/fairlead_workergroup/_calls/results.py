@@ -5,7 +5,6 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import ray
@@ -20,7 +19,7 @@ from .._membership.core import Core, Sent
 from .._membership.losses import diagnose
 from .._observe.query import cancel_calls, late_workers
 from .._ray_private import end_of, is_stream
-from .._replies import collect, ends_of, find_news, short_traceback, take, taken
+from .._replies import CheckLate, collect, ends_of, short_traceback, take, taken, values
 from .._world import NEVER, Deadline
 from ..exceptions import (
     CallCancelledError,
@@ -103,83 +102,42 @@ class MultiWorkerFuture:
         if worker_group is not None:
             results: list[Any] = worker_group.get_all_worker_results(self, return_generators_as_proxies)
             return results
+        wanted, others = recipients_of(self).positions
+        in_order = [self.futures[position] for position in (*wanted, *others)]
+        if return_generators_as_proxies and any(map(is_stream, in_order)):
+            return in_order[: len(wanted)]
         with short_traceback():
-            return fetch(self, core=None, proxies=return_generators_as_proxies)
+            return flatten(in_order, collect(in_order, NEVER)[: len(wanted)])
 
 
-def fetch(bundle: MultiWorkerFuture, *, core: Core | None, proxies: bool) -> list[Any]:
-    """Return the wanted values in order; a generator gives one value for each item, or with `proxies` itself.
-
-    The other futures are waited for and not fetched. With a core, its timeout holds, and errors name ranks.
-    """
-    if core is not None:
-        core.connection.check()
-    called = range(len(bundle.futures)) if bundle.called_workers is None else bundle.called_workers
-    wanted, others = Recipients(
-        list(called), list(called if bundle.return_from_workers is None else bundle.return_from_workers), None
-    ).positions
-    futures, silent = ([bundle.futures[position] for position in positions] for positions in (wanted, others))
-    for future in futures:
+def recipients_of(bundle: MultiWorkerFuture) -> Recipients:
+    """Return the workers that were called, and those whose results are wanted."""
+    for future in bundle.futures:
         if not isinstance(future, (ObjectRef, ObjectRefGenerator)):
             raise TypeError(f"expected an ObjectRef or a generator of them, got {type(future).__name__}")
-    # The silent ones hold None: fetching them moves nothing, and raises their errors.
-    waited_for = [future for future in futures if not (proxies and is_stream(future))]
-    waited_for += [future for future in silent if not is_stream(future)]
-    deadline, check = NEVER, None
-    if core is not None:
-        deadline = Deadline.after(core.call_timeout_s)
-        check = partial(check_late, core, "a method", _world.current.now(), waited_for)
-    try:
-        values = iter(collect(waited_for, deadline, check))
-    except RayError as error:  # every exception of a worker
-        raise diagnose(ends_of(waited_for), error, core)  # noqa: B904  chained there
-    results: list[Any] = []
-    for future in futures:
-        if is_stream(future):
-            results += [future] if proxies else next(values)
-        else:
-            results.append(next(values))
-    return results
+    called = list(range(len(bundle.futures)) if bundle.called_workers is None else bundle.called_workers)
+    return Recipients(called, called if bundle.return_from_workers is None else bundle.return_from_workers, None)
 
 
-def check_late(core: Core, method: str, began: float, futures: Sequence[Any], deadline: Deadline) -> Deadline:
-    """Log the workers that have not finished a call; return the deadline of the rest of the wait.
-
-    When all have finished, only their values are on the way, which does not count against the deadline.
-    """
-    core.connection.check()
-    ends = list(dict.fromkeys(map(end_of, futures)))
-    if not (pending := replies.wait(ends)[1]):
-        return NEVER
-    late = late_error(core, method, began, pending, len(ends))
-    if deadline.passed:
-        raise late
-    logger.warning("%s", late)
-    return deadline
+def flatten(replies: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Return the values of the first replies in a flat list, in which the items of a generator stand at its place."""
+    pairs = zip(replies, values, strict=False)
+    return [item for reply, value in pairs for item in (value if is_stream(reply) else [value])]
 
 
-def late_error(core: Core, method: str, began: float, pending: Sequence[Any], called: int) -> CallTimeoutError:
-    """Return the error that says what the workers are doing that have not finished their replies."""
-    workers = [core.find(replies.actor_of(reply)) for reply in pending]
-    members = {worker.rank: worker for worker in workers if worker is not None}
-    return CallTimeoutError(method, _world.current.now() - began, called, late_workers(list(members.values())))
-
-
-def cancel(core: Core, sent: Mapping[int, Any], method: str, *, force: bool) -> list[int]:
-    """Drop the requests of a call that have not started, given by rank; return the ranks that run it.
+def cancel(core: Core, sent: Sequence[Any], method: str, *, force: bool) -> list[int]:
+    """Drop requests of a method that have not started, given by their replies; return the ranks that run it.
 
     With `force`, kill these; not their successors, if they have been replaced in the meantime.
     """
-    workers = {rank: core.find(replies.actor_of(reply)) or core.now[rank] for rank, reply in sent.items()}
-    calls = [(workers[rank], reply) for rank, reply in sent.items()]
-    running = cancel_calls(calls, in_order=not core.described.worker_class.concurrent)
-    if force:  # a shutdown kills them anyway
-        killed = [workers[rank] for rank in running if core.is_present(workers[rank])]
+    calls = [(core.member_of(reply), reply) for reply in sent]
+    running = cancel_calls(calls, in_order=not core.worker_class.concurrent)
+    if killed := [worker for worker in running if force and core.is_present(worker)]:
         for worker in killed:
             ray.kill(worker.handle)
         cause = f"its call of {method!r} was cancelled with force"
         core.note([(worker, worker.failure("cancelled", cause)) for worker in killed])
-    return running
+    return [worker.rank for worker in running]
 
 
 class Arrivals:
@@ -201,27 +159,52 @@ class Arrivals:
 
     def wait(self, deadline: Deadline) -> bool:
         """Wait until all called workers have finished, and log those that have not; return whether it is in time."""
-        waiting = self.sent.replies
-        if self.sent.call.method.backpressure is None:  # otherwise generators end only when their items are taken
-            waiting = list(map(end_of, waiting))
-        while waiting:
+        ends = list(map(end_of, self.sent.replies))
+        while True:
             self._core.connection.check()
-            news = find_news(waiting, deadline.left(at_most=replies.REPORT_EVERY_S))
-            waiting = [reply for reply in waiting if not news.get(reply)]
+            if not replies.wait(ends, deadline.left(at_most=replies.REPORT_EVERY_S))[1]:
+                return True
             if deadline.passed:
-                return not self.pending()
-            if not news:
-                self.check_late(NEVER)
-        return True
+                return False
+            self.check_late(NEVER)
 
     def check_late(self, deadline: Deadline) -> Deadline:
-        """Do what the function of this name does for this call."""
-        return check_late(self._core, self._method, self.sent.call.began, self.sent.replies, deadline)
+        """Log the workers that have not finished; return the deadline of the rest of the wait.
+
+        When all have finished, only their values are on the way, which does not count against the deadline.
+        """
+        if not (pending := self.pending()):
+            return NEVER
+        late = self.late_error(pending)
+        if deadline.passed:
+            raise late
+        logger.warning("%s", late)
+        return deadline
 
     def late_error(self, pending: Sequence[int]) -> CallTimeoutError:
         """Return the error that says what the workers at these positions are doing."""
-        late = [self.sent.replies[position] for position in pending]
-        return late_error(self._core, self._method, self.sent.call.began, late, len(self._ranks))
+        workers = [self._core.find(replies.actor_of(self.sent.replies[position])) for position in pending]
+        late = late_workers([worker for worker in workers if worker is not None])
+        return CallTimeoutError(self._method, _world.current.now() - self.sent.call.began, len(self._ranks), late)
+
+    def result(self, deadline: Deadline, check_late: CheckLate | None) -> Any:
+        """Return what `Call.result` does, once all called workers have finished; the first error ends the wait."""
+        call = self.sent.call
+        wanted, others = call.recipients.positions
+        in_order = [self.sent.replies[position] for position in (*wanted, *others)]
+        fetch = values if call.method.result == "value" else collect
+        results = fetch(in_order, deadline, check_late)[: len(wanted)]
+        if call.options.discard:
+            return None
+        return results[0] if call.options.collect == () else results
+
+    def value(self, ref: Any, deadline: Deadline) -> Any:
+        """Return the value of a reference that is here or will be soon, or raise the failure of the call."""
+        try:
+            (value,) = values([ref], deadline, self.check_late)
+        except RayError as error:
+            raise self.failure(error, deadline)  # noqa: B904  chained there
+        return value
 
     def outcome(self, position: int) -> Outcome:
         """Return the outcome of a called worker that has finished."""
@@ -252,8 +235,8 @@ class Arrivals:
 
     def make_outcome(self, position: int, value: Any = None, error: BaseException | None = None) -> Outcome:
         """Return the outcome of the worker at a position."""
-        rank = self._ranks[position]
-        return Outcome(rank, dict(self._core.now[rank].coords), value, error)
+        member = self._core.member_of(self.sent.replies[position])
+        return Outcome(member.rank, dict(member.coords), value, error)
 
     def failure(self, error: BaseException, deadline: Deadline) -> BaseException:
         """Return the exception to raise for an error of Ray, with all ranks that have failed so far."""
@@ -269,9 +252,9 @@ class Arrivals:
 
     def cancel(self, *, force: bool) -> list[int]:
         """Cancel the rest of the call, as `cancel` does."""
-        unfinished = {self._ranks[position]: self.sent.replies[position] for position in self.pending()}
-        self._cancelled.update(unfinished)
-        return cancel(self._core, unfinished, self._method, force=force) if unfinished else []
+        unfinished = self.pending()
+        self._cancelled.update(self._ranks[position] for position in unfinished)
+        return cancel(self._core, [self.sent.replies[position] for position in unfinished], self._method, force=force)
 
     def _cancelled_error(self, *ranks: int) -> CallCancelledError:
         return CallCancelledError(self._method, tuple(sorted(ranks)))
@@ -298,10 +281,12 @@ def _cancel_refused(core: Core, sent: Sent) -> StaleGroupError:
     pending = set(replies.wait(list(map(end_of, sent.replies)), REFUSED_S)[1])
     # They may wait for those that have refused it.
     late = {rank: reply for rank, reply in zip(ranks, sent.replies, strict=True) if end_of(reply) in pending}
-    running = cancel(core, late, method, force=False) if late else []
+    running = cancel(core, list(late.values()), method, force=False)
     errors = _find_errors(sent)
     epochs = {rank: epoch for rank, error in errors.items() if (epoch := _refused_epoch(error)) is not None}
-    dropped = {rank for rank in late if _is_cancellation(errors.get(rank))}
+    # Workers that have dropped the call because it was cancelled before it started.
+    causes = {rank: getattr(errors.get(rank), "cause", None) or errors.get(rank) for rank in late}
+    dropped = {rank for rank, cause in causes.items() if isinstance(cause, TaskCancelledError)}
     ran = sorted({*running, *(errors.keys() - epochs.keys() - dropped)})
     epoch = max([sent.epoch, *epochs.values()])
     with contextlib.suppress(WorkerGroupError, PlacementError):  # the next call raises it
@@ -318,11 +303,6 @@ def _cancel_refused(core: Core, sent: Sent) -> StaleGroupError:
     return StaleGroupError(reason, epoch, tuple(ran), refused)
 
 
-def _is_cancellation(error: BaseException | None) -> bool:
-    """Return whether a worker has dropped a call that was cancelled before it started."""
-    return isinstance(error, TaskCancelledError) or isinstance(getattr(error, "cause", None), TaskCancelledError)
-
-
 def _find_errors(sent: Sent) -> dict[int, BaseException | None]:
     """Return the error of each rank that has finished; None if it has none, or had items before.
 
@@ -335,7 +315,7 @@ def _find_errors(sent: Sent) -> dict[int, BaseException | None]:
             continue
         items = taken(reply)
         if is_stream(reply) and not items:
-            take(reply, 1)
+            take(reply)
         # An item may still be on its way.
         error = replies.error_of(items[0], REFUSED_S) if items else None
         errors[rank] = error or replies.error_of(end_of(reply))

@@ -2,7 +2,7 @@
 """The calling methods of a group and of its views, with the types of their results."""
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 from fairlead_sharding import NamedSharding
@@ -13,7 +13,7 @@ from .._replies import ResultStream
 from ..exceptions import StaleGroupError, format_ranks
 from .call import Call, send_call
 from .map import ItemMap, MapOptions, Strategy
-from .plan import Axes, CallOptions, CallPlan, Mesh, explain_plan, make_plan, prepare_call
+from .plan import Axes, CallOptions, CallPlan, explain_plan, make_plan, prepare_call, select, sorted_ranks
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -26,41 +26,51 @@ class ViewOptions(TypedDict, total=False):
     """The fields of `CallOptions`, each of which may be missing."""
 
     collect: Axes
-    first_along: Axes
     timeout: float | None
     retries: int
     discard: bool
 
 
-@dataclass(frozen=True)
 class Target:
-    """The workers that a call goes to."""
+    """The workers that a call goes to: those at the coordinates of each view on a path, on the present axes."""
 
-    core: Core
-    mesh: Mesh
-    sharding: NamedSharding  # the axes of the whole group that the mesh was made from
-    map_options: MapOptions
-    options: CallOptions | None = None  # those that `with_options` has set
-    path: tuple[dict[str, int | slice], ...] = ()  # the coordinates of each view on the way from the group to these
+    def __init__(
+        self,
+        core: Core,
+        map_options: MapOptions,
+        options: CallOptions | None = None,  # those that `with_options` has set
+        path: tuple[dict[str, int | slice], ...] = (),
+    ) -> None:
+        self.core = core
+        self.map_options = map_options
+        self.options = options
+        self.path = path
+        sharding = core.now.sharding
+        self.known = sharding, self._select(sharding)
 
-    def at(self, coords: dict[str, int | slice]) -> "Target":
-        """Return the target of the workers at some coordinates."""
-        return replace(self, mesh=self.mesh.at(coords), path=(*self.path, coords))
+    def _select(self, sharding: NamedSharding) -> NamedSharding:
+        for coords in self.path:
+            sharding = select(sharding, coords)
+        return sharding
 
-    def follow(self) -> "Target":
-        """Return the workers at the same coordinates on the present axes of the group."""
+    @property
+    def sharding(self) -> NamedSharding:
+        """The axes of the workers."""
+        return self.find_axes()[1]
+
+    def find_axes(self) -> tuple[NamedSharding, NamedSharding]:
+        """Return the axes of the whole group, and those of the workers."""
         now = self.core.now
-        mesh = Mesh(now.sharding)
-        try:
-            for coords in self.path:
-                mesh = mesh.at(coords)
-        except (IndexError, ValueError) as error:
-            last = now.resizes[-1]
-            raise StaleGroupError(
-                f"{error} The group was resized {last}. This view works again when the group has grown.",
-                last.epoch,
-            ) from None
-        return replace(self, mesh=mesh, sharding=now.sharding)
+        if self.known[0] is not now.sharding:
+            try:
+                self.known = now.sharding, self._select(now.sharding)
+            except (IndexError, ValueError) as error:
+                raise StaleGroupError(
+                    f"{error} The group has been resized to {dict(now.sharding.shape)}. This view works again when it "
+                    "has grown.",
+                    now.group_epoch,
+                ) from None
+        return self.known
 
     def call(
         self,
@@ -71,18 +81,21 @@ class Target:
         kwargs: Mapping[str, Any],
     ) -> Call:
         """Make a call; see `RayWorkerGroup.call`. Its owner is the group, which stays alive until its end."""
-        called = self.core.described.worker_class.find(method)
-        plan = make_plan(self.mesh, options)
+        if not self.core.is_owner:
+            self.core.renew()
+        called = self.core.worker_class.method(method)
+        sharding, own = self.find_axes()
+        plan = make_plan(own, options)
 
         def plan_again() -> tuple[CallPlan, NamedSharding]:
-            target = self.follow()
-            return make_plan(target.mesh, options), target.sharding
+            sharding, own = self.find_axes()
+            return make_plan(own, options), sharding
 
         # Values that were split for the size that the group had cannot be sent when it has another one.
         is_split = any(isinstance(value, (Shard, PerWorker)) for value in (*args, *kwargs.values()))
         replan = None if is_split else plan_again
         planned = prepare_call(
-            self.core, called, plan, args, kwargs, options, column=plan.column, sharding=self.sharding, replan=replan
+            self.core, called, plan, args, kwargs, options, column=plan.column, sharding=sharding, replan=replan
         )
         return send_call(self.core, owner, planned)
 
@@ -93,22 +106,7 @@ class AddressedWorkers:
     The target does not refer to the group, which must be released when its last reference is.
     """
 
-    # On the axes that the group had when the workers were used last.
-    _own_target: Target
-
-    @property
-    def _target(self) -> Target:
-        """The workers that calls go to, on the axes that this process knows."""
-        return self._find_target(renew=False)
-
-    def _find_target(self, *, renew: bool = True) -> Target:
-        """Return the workers that calls go to, on the present axes; with `renew`, also if another process resizes."""
-        target = self._own_target
-        if renew and not target.core.is_owner:
-            target.core.renew()
-        if target.core.now.sharding is not target.sharding:
-            target = self._own_target = target.follow()
-        return target
+    _target: Target
 
     @property
     def _owner(self) -> object:
@@ -132,10 +130,11 @@ class AddressedWorkers:
             ValueError: an axis does not exist, or a slice selects no worker.
             IndexError: a coordinate is outside its axis; the message names the axis and its size.
         """
-        try:
-            return GroupView(self._owner, self._target.at(coords))
-        except IndexError:
-            return GroupView(self._owner, self._find_target().at(coords))
+        target = self._target
+        target.core.renew()
+        target.find_axes()  # refuses a view that has no workers now
+        path = (*target.path, coords)
+        return GroupView(self._owner, Target(target.core, target.map_options, target.options, path))
 
     def with_options(self, **options: Unpack[ViewOptions]) -> "GroupView":
         """Return a view whose `call` uses these options and passes every keyword on to the method.
@@ -143,7 +142,7 @@ class AddressedWorkers:
         Use it for methods that have parameters with the names of options.
 
         Args:
-            options: `collect`, `first_along`, `timeout`, `retries` and `discard`, as for `call`. Options that are not
+            options: `collect`, `timeout`, `retries` and `discard`, as for `call`. Options that are not
                 given stay as they are.
 
         Returns:
@@ -154,8 +153,8 @@ class AddressedWorkers:
         """
         target = self._target
         all_options = replace(target.options or CallOptions(), **options)
-        make_plan(target.mesh, all_options)
-        return GroupView(self._owner, replace(target, options=all_options))
+        make_plan(target.sharding, all_options)
+        return GroupView(self._owner, Target(target.core, target.map_options, all_options, target.path))
 
     def map(
         self,
@@ -175,7 +174,7 @@ class AddressedWorkers:
         The first worker of each tied group takes part; without tied groups, every worker does. Items are taken one by
         one, as workers become free and results are requested. After one second a progress bar appears on a terminal.
 
-        The `retries` and the `timeout` of `with_options` hold for each item; its other options have no meaning here.
+        The `timeout` of `with_options` holds for each item; its other options have no meaning here.
 
         Args:
             method: its name, or a function, as for `call`; an item is its only argument.
@@ -206,17 +205,18 @@ class AddressedWorkers:
             Exception: a worker's own exception, with its type and a note that names the item. The items of other
                 workers are cancelled.
         """
-        target = self._find_target()
+        target = self._target
+        target.core.renew()
         options = target.options or CallOptions()
-        meaningless = {"collect": options.collect, "first_along": options.first_along, "discard": options.discard}
-        if given := [name for name, value in meaningless.items() if value not in (None, (), False)]:
+        names = ("collect", "retries", "discard")
+        if given := [name for name in names if getattr(options, name) not in (None, (), False)]:
             raise ValueError(
                 f"map gives each item to one worker, so the options {given} of this view have no meaning. Use a view "
                 "without them."
             )
-        now, all_ranks = target.core.now, target.mesh.ranks
-        ranks = [rank for rank in all_ranks if now[rank].place.tied_rank == 0] or all_ranks
-        each = CallOptions((), timeout=options.timeout if timeout is None else timeout, retries=options.retries)
+        now, all_ranks = target.core.now, sorted_ranks(target.sharding)
+        ranks = [rank for rank in all_ranks if now.members[rank].place.tied_rank == 0] or all_ranks
+        each = CallOptions((), timeout=options.timeout if timeout is None else timeout)
         map_options = replace(
             target.map_options,
             max_in_flight=max_in_flight,
@@ -240,33 +240,34 @@ class GroupView(AddressedWorkers):
 
     def __init__(self, group: object, target: Target) -> None:
         self._group = group
-        self._own_target = target
+        self._target = target
 
     @property
     def _owner(self) -> object:
         return self._group
 
     def __repr__(self) -> str:
-        target = self._own_target
-        shape = {} if target.mesh.single else target.mesh.sharding.shape
+        target = self._target
+        sharding = target.known[1]
         options = "" if target.options is None else f", {target.options}"
-        return f"GroupView({target.core.name_prefix!r}, {shape}, ranks [{format_ranks(target.mesh.ranks)}]{options})"
+        ranks = format_ranks(sorted_ranks(sharding))
+        return f"GroupView({target.core.name_prefix!r}, {dict(sharding.shape)}, ranks [{ranks}]{options})"
 
     @property
     def ranks(self) -> list[int]:
         """The ranks of the workers in the group, in ascending order."""
-        return self._target.mesh.ranks
+        return sorted_ranks(self._target.sharding)
 
     @property
     def coords(self) -> dict[int, dict[str, int]]:
         """The coordinates of each rank, counted from 0 along the axes that are left."""
-        return self._target.mesh.coords
+        sharding = self._target.sharding
+        return {rank: sharding.get_worker_coords(rank) for rank in sorted_ranks(sharding)}
 
     @property
-    def sharding_annotations(self) -> NamedSharding | None:
-        """The ranks on the axes that are left; None when all axes have been indexed away."""
-        mesh = self._target.mesh
-        return None if mesh.single else mesh.sharding
+    def sharding_annotations(self) -> NamedSharding:
+        """The ranks on the axes that are left; one axis `worker` when all axes have been indexed away."""
+        return self._target.sharding
 
     @property
     def workers(self) -> list[Any]:
@@ -280,8 +281,8 @@ class GroupView(AddressedWorkers):
         Returns:
             The call.
         """
-        options, kwargs = split_options(self._own_target.options, kwargs)
-        return self._find_target().call(self._group, method, options, args, kwargs)
+        options, kwargs = split_options(self._target.options, kwargs)
+        return self._target.call(self._group, method, options, args, kwargs)
 
     def explain(self, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
         """Return what `call` with these arguments would do: pieces, stored values and results.
@@ -294,10 +295,10 @@ class GroupView(AddressedWorkers):
         Raises:
             AttributeError, TypeError, ValueError: as `call` does.
         """
-        options, kwargs = split_options(self._own_target.options, kwargs)
         target = self._target
-        called = target.core.described.worker_class.method(method)
-        return explain_plan(make_plan(target.mesh, options), called, args, kwargs)
+        options, kwargs = split_options(target.options, kwargs)
+        called = target.core.worker_class.method(method)
+        return explain_plan(make_plan(target.sharding, options), called, args, kwargs)
 
 
 def split_options(chosen: CallOptions | None, kwargs: dict[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
@@ -318,7 +319,6 @@ class TypedCalls(AddressedWorkers):
         /,
         *args: Any,
         collect: Axes = None,
-        first_along: Axes = (),
         timeout: float | None = None,
         retries: int = 0,
         discard: bool = False,
@@ -346,7 +346,6 @@ class TypedCalls(AddressedWorkers):
         /,
         *args: Any,
         collect: Axes = None,
-        first_along: Axes = (),
         timeout: float | None = None,
         retries: int = 0,
         discard: bool = False,
@@ -373,7 +372,6 @@ class TypedCalls(AddressedWorkers):
             collect: None if every called worker returns a result, which makes a list by rank. With axes, one worker for
                 each coordinate along them returns a result, the one at coordinate 0 of all other axes; the list is
                 row-major in the order given. With `()`, one worker returns a result.
-            first_along: axes along which only coordinate 0 is called.
             timeout: the seconds from now until `CallTimeoutError`; None uses the group's `Timeouts.call_s`.
             retries: how often `result` and `await` repeat the call on workers that were lost, after their restart; with
                 `Restart(scope="group")`, on all workers. Needs a group with `Restart(on_failure=True)`.
@@ -391,5 +389,5 @@ class TypedCalls(AddressedWorkers):
             WorkerFailureError: a worker that would be called is known to be dead, and the group does not restart it.
             WorkerGroupError: the group, or its Ray, has been shut down.
         """
-        options = CallOptions(collect, first_along, timeout, retries, discard)
-        return self._find_target().call(self, method, options, args, kwargs)
+        options = CallOptions(collect, timeout, retries, discard)
+        return self._target.call(self, method, options, args, kwargs)

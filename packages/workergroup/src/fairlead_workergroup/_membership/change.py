@@ -72,14 +72,10 @@ class Change:
 class Changes:
     """The changes of one group. The lock protects the queue: there is a thread while there is work, and only one."""
 
-    def __init__(
-        self, core: Core, provisioner: Provisioner, run_hook: RunHook, on_restart: str | None, on_resize: str | None
-    ) -> None:
+    def __init__(self, core: Core, provisioner: Provisioner, run_hook: RunHook) -> None:
         self._core = core
         self._provisioner = provisioner
         self._run_hook = run_hook
-        self._on_restart = on_restart
-        self._on_resize = on_resize
         self._lock = _world.current.lock()
         self._queue: deque[Change] = deque()
         self._running: Change | None = None
@@ -91,9 +87,7 @@ class Changes:
         change = self.request(operation, until)
         if not change.wait(until):
             with self._lock:
-                # If nothing is before it, its thread is about to take it, and will see the deadline.
-                waits = change in self._queue and (self._running is not None or self._queue[0] is not change)
-                if waits:
+                if waits := change in self._queue:
                     self._queue.remove(change)
             if waits:
                 raise change.late_error(
@@ -131,22 +125,6 @@ class Changes:
     def runs_here(self) -> bool:
         """Return whether the calling thread is the one that changes the group."""
         return self._thread == _world.current.thread()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no change is under way or waits."""
-        return self._thread is None and not self._queue
-
-    def describe_running(self) -> str:
-        """Return what a call waits for, and what its caller can do; an empty text if nothing is under way."""
-        running, ranks = self._running, self._core.now.restarting
-        if running is None:
-            return ""
-        what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or resize"
-        return (
-            f"A {what} has been under way for {_world.current.now() - running.asked_at:.1f} s and continues; it may "
-            f"take start_s={self._provisioner.spec.start_timeout_s:g} s. Make the call again, with a longer timeout."
-        )
 
     def join(self, deadline: Deadline) -> bool:
         """Wait until no change runs; return whether that was before the deadline."""
@@ -193,23 +171,20 @@ class Changes:
         """Do all steps of a plan, and return the ranks that were started."""
         core, plan, failure = self._core, run.plan, None
         try:
-            if plan.closes:
+            if plan.replaced:
                 core.begin_change()
                 core.advance(restarting=plan.replaced)
             run.switch()
             self._follow(run)
         except Exception as error:
             failure = error
-            if core.ending:
-                raise core.ended_error() from error
-            core.connection.check()
+            core.check_goes_on()
             if (failure := run.note_failure(error)) is error:
                 raise
             raise failure from error
         finally:
             core.advance(restarting=())
-            if not plan.is_first:
-                core.end_change(failure)
+            core.end_change(failure)
             run.settle()
         return tuple(run.started)
 
@@ -219,27 +194,24 @@ class Changes:
         A late or failed one breaks a group all of which has to follow; in a restart it is lost.
         """
         plan, core, after = run.plan, self._core, self._core.now
-        if plan.is_first:
-            self._provisioner.publish(wait=True)
-            return
         try:
             run.deliver()
         finally:
             # Later than the facts: a worker without them refuses the calls of handles in the new epoch.
             self._provisioner.publish()
-        again = sorted(run.started.keys() & range(len(run.before.members)))
+        again = sorted({*plan.replaced} | (run.started.keys() & run.before.lost.keys()))
         everybody = range(len(after.members)) if plan.follows else ()
-        hooks, ends = (("Restart.method", self._on_restart, again), ("on_resize", self._on_resize, everybody)), {}
-        for hook, method, ranks in hooks:
+        on_resize, ends = self._provisioner.spec.on_resize, {}
+        for hook, method, ranks in (("Restart.method", core.policy.method, again), ("on_resize", on_resize, everybody)):
             if method is not None and ranks:
                 call = self._run_hook(method, ranks, run.until)
                 for rank, future in zip(call.called_workers, call.futures, strict=True):
                     ends[rank, f"{hook} failed: "] = end_of(future)
         run.wait_for(ends)
-        if after.is_broken:
+        if after.phase == "broken":
             core.advance(phase="serving")
-        if plan.resize is not None:
-            logger.info("Resized %r %s.", core.name_prefix, plan.resize)
+        if plan.sharding is not run.before.sharding:
+            logger.info("Resized %r to %s.", core.name_prefix, dict(plan.sharding.shape))
         if plan.replaced:
             logger.warning("Restarted rank(s) %s of %r.", ", ".join(map(str, plan.replaced)), core.name_prefix)
 
@@ -255,50 +227,32 @@ class _Run:
         self._change = change
         self._core = core
         self._provisioner = provisioner
-        self._staged: Staged | None = None
-        self._has_ended = False  # whether the old processes of the replaced ranks were told to end
         self._has_begun = False  # whether the epoch has
-
-    @property
-    def _concurrent(self) -> bool:
-        return self._provisioner.worker_class.concurrent
 
     def switch(self) -> None:
         plan, core, provisioner = self.plan, self._core, self._provisioner
-        if plan.is_first:
-            staged = provisioner.prepare(self.before, self.until)
-        else:
-            staged = provisioner.acquire(self.before, plan, self.until)
-        self._staged = staged
+        staged = provisioner.acquire(self.before, plan, self.until)
         if plan.new:
             self._end([rank for rank in plan.new if rank in self.before.lost])
             self.started |= provisioner.start(staged, plan.new, self.until)
-        if not plan.is_first:
-            core.begin_change()
-            self._drain()
-            if plan.replaced:
-                alive_nodes()  # the head has to answer, or nothing could start
-            core.check_goes_on()
+        core.begin_change()
+        self._drain()
+        core.check_goes_on()
         if plan.replaced:
+            alive_nodes()  # the head has to answer, or nothing could start
             # The old epoch cannot continue as it was from here, so the rest has its own time.
             if (end := self.until.at) is not None:
                 self.until = Deadline.after(end - self._change.asked_at)
-            core.advance(restarting=plan.replaced)
             # Handles of other processes see that these workers are replaced, and do not take that for a loss.
             provisioner.publish({rank: staged.state.members[rank] for rank in plan.replaced})
-            self._has_ended = True
-            self._end(plan.replaced)
-            with head_deadline(self.until.left()):
-                self.started |= provisioner.start(staged, plan.replaced, self.until)
+            self._replace(staged)
         state = staged.state
         core.commit(
             dataclasses.replace(
                 state,
                 members=tuple(self._member(member) for member in state.members),
-                phase="broken" if core.now.is_broken else "serving",
+                phase="broken" if core.now.phase == "broken" else "serving",
                 restarting=core.now.restarting,
-                departed=self._departed(),
-                resizes=core.now.resizes if plan.resize is None else (*core.now.resizes, plan.resize),
                 variables=staged.variables(),
                 master=(staged.lease.address, staged.lease.port) if staged.lease is not None else ("", 0),
                 restarts=self._restarts,
@@ -307,24 +261,37 @@ class _Run:
         self._has_begun = True
         provisioner.commit(staged)
 
+    def _replace(self, staged: Staged) -> None:
+        """End the old processes of ranks, and start the new ones; if that fails, these ranks are lost."""
+        try:
+            self._end(self.plan.replaced)
+            with head_deadline(self.until.left()):
+                self.started |= self._provisioner.start(staged, self.plan.replaced, self.until)
+        except Exception as error:
+            self._core.check_goes_on()
+            cause, failed, text = str(error), -1, f"{NOT_STARTED}{error}"
+            if isinstance(error, WorkerStartError):
+                cause, failed, text = error.reason, error.rank, str(error)
+            reports = []
+            for rank in self.plan.replaced:
+                counts = staged.state.members[rank]
+                member = dataclasses.replace(
+                    self.before.members[rank], incarnation=counts.incarnation, restarts=counts.restarts
+                )
+                kind: FailureKind = "start-failed" if failed in (rank, -1) else "killed"
+                reports.append((member, member.failure(kind, f"in a restart: {cause}")))
+            self._core.advance(restarts=self._restarts)
+            raise WorkerFailureError(tuple(self._core.note(reports, override=True)), text) from error
+
     @property
     def _restarts(self) -> int:
-        return self.before.restarts + (self._core.policy.restarts_all and self.plan.counts)
+        return self.before.restarts + (self._core.restarts_all and self.plan.counts)
 
     def _member(self, staged: Member) -> Member:
         """Return a member of the next epoch: one that has started, or a survivor, which may have been lost since."""
         if (member := self.started.get(staged.rank)) is not None:
             return member
         return dataclasses.replace(staged, lost=self._core.now.members[staged.rank].lost)
-
-    def _departed(self) -> Mapping[int, Member]:
-        """Return the last member of each rank that the next epoch does not have."""
-        now, size = self._core.now, self.plan.sharding.size
-        left = {rank: member for rank, member in now.departed.items() if rank >= size}
-        for member in now.members[size:]:
-            loss = member.failure("left", f"the group was resized {self.plan.resize}, and this rank left it")
-            left[member.rank] = dataclasses.replace(member, lost=member.lost or loss)
-        return left
 
     def _drain(self) -> None:
         ranks = self._find_late([self.before.members[rank] for rank in self.plan.quiet])
@@ -340,11 +307,12 @@ class _Run:
 
     def _find_late(self, members: Sequence[Member]) -> list[int]:
         """Wait until everything that was sent to workers has ended; return the late ranks."""
+        core = self._core
         sent = {
-            member.rank: send_function(member, do_nothing, alone=self._concurrent, until=self.until)
+            member.rank: send_function(member, do_nothing, alone=core.worker_class.concurrent, until=self.until)
             for member in members
         }
-        errors, late = wait_for(sent, self.until, self._core.check_goes_on, patient=True)
+        errors, late = wait_for(sent, self.until, core.check_goes_on, patient=True)
         # A worker that is lost now is found when the facts are sent to it.
         return late + [
             rank for rank, error in errors.items() if isinstance(getattr(error, "cause", None), TimeoutError)
@@ -352,10 +320,8 @@ class _Run:
 
     def _end(self, ranks: Sequence[int]) -> None:
         """End the old processes of ranks, or raise: their slots cannot be used again while they are there."""
-        members = [self.before.members[rank] for rank in ranks]
-        if left := self._provisioner.owned.end(members, self.until):
-            raise WorkerFailureError(
-                tuple(member.lost or member.failure("start-failed", "its old process may run") for member in members),
+        if left := self._provisioner.owned.end([self.before.members[rank] for rank in ranks], self.until):
+            raise WorkerGroupError(
                 f"Nothing was restarted, because processes of the old workers are still there: {'; '.join(left)}. "
                 "They do not react to SIGKILL, or their node does not answer; look at them there. When they are gone, "
                 "call `restart_failed_workers()` again, or create a new group on other nodes.",
@@ -365,11 +331,11 @@ class _Run:
         """Send the facts of the epoch to those who keep running; wait for them if all have to follow."""
         plan, now = self.plan, self._core.now
         self._core.check_goes_on()
-        alone = plan.follows and self._concurrent
+        alone = plan.follows and self._core.worker_class.concurrent
         layout = store_layout(now.sharding) if len(now.members) != len(self.before.members) else None
         sent = {
             (member.rank, ""): send_function(
-                member, apply_facts, now.facts_since(self.before, member.rank), layout, alone=alone, until=self.until
+                member, apply_facts, now.facts(member.rank), layout, alone=alone, until=self.until
             )
             for member in now.members
             if member.rank not in self.started and member.lost is None
@@ -384,13 +350,14 @@ class _Run:
         if not errors and not late:
             return
         kind: FailureKind = "resize-failed" if self.plan.follows else "start-failed"
-        now = self._core.now
+        members = self._core.now.members
         unfinished = "it had not finished when the resize had to end"
-        failures = {now[rank]: now[rank].failure(kind, what + unfinished) for rank, what in late}
+        failures = {members[rank]: members[rank].failure(kind, what + unfinished) for rank, what in late}
         for (rank, what), error in errors.items():
             cause = getattr(error, "cause", None) or error
-            failures[now[rank]] = now[rank].failure(kind, f"{what}it raised {type(cause).__name__}: {cause}")
-        failures |= find_losses(self._core, {now[rank]: error for (rank, _), error in errors.items()})
+            text = f"{what}it raised {type(cause).__name__}: {cause}"
+            failures[members[rank]] = members[rank].failure(kind, text)
+        failures |= find_losses(self._core, {members[rank]: error for (rank, _), error in errors.items()})
         raise self._lose(failures) from next(iter(errors.values()), None)
 
     def _lose(self, failures: Mapping[Member, WorkerFailure]) -> WorkerFailureError:
@@ -403,49 +370,29 @@ class _Run:
         return WorkerFailureError(lost, f"{NOT_STARTED}{lost[0].cause}")
 
     def note_failure(self, error: Exception) -> Exception:
-        """Record the ranks that this change has ended and not started, and return the error to raise."""
-        plan, core, before = self.plan, self._core, self.before
-        if plan.is_first or (isinstance(error, HeadTimeoutError) and not self._has_ended):
-            return error
-        if self._has_begun:
-            if not plan.follows:
-                return error
+        """Record that this change has broken the group, if it has, and return the error to raise."""
+        plan, core = self.plan, self._core
+        if self._has_begun and plan.follows:
             if isinstance(error, WorkerFailureError):  # also if another thread has met the loss of a worker
                 core.advance(phase="broken")
                 return WorkerFailureError(error.failures, BROKEN)
             cause = f"the change was interrupted: {error!r}"  # not by a worker: it is unknown who has followed
             return self._lose({member: member.failure("resize-failed", cause) for member in core.now.members})
-        is_report = isinstance(error, WorkerFailureError)
-        if not self._has_ended:  # lost ranks could not be started again
-            lost = tuple(before.lost.values())
-            return WorkerFailureError(lost, f"{NOT_STARTED}{error}") if plan.closes and not is_report else error
-        cause, failed, text = str(error), -1, f"{NOT_STARTED}{error}"
-        if isinstance(error, WorkerStartError):
-            cause, failed, text = error.reason, error.rank, str(error)
-        assert self._staged is not None
-        reports = []
-        for rank in plan.replaced:
-            counts = self._staged.state.members[rank]
-            member = dataclasses.replace(before.members[rank], incarnation=counts.incarnation, restarts=counts.restarts)
-            kind: FailureKind = "start-failed" if failed in (rank, -1) else "killed"
-            reports.append((member, member.failure(kind, f"in a restart: {cause}")))
-        core.advance(restarts=self._restarts)
-        failures = tuple(core.note(reports, override=not is_report))
-        return error if is_report else WorkerFailureError(failures, text)
+        is_told = self._has_begun or isinstance(error, (WorkerFailureError, HeadTimeoutError))
+        if is_told or not (plan.replaced and plan.counts):
+            return error
+        return WorkerFailureError(tuple(self.before.lost.values()), f"{NOT_STARTED}{error}")
 
     def settle(self) -> None:
         """Let workers that leave finish their calls until the deadline; end them, and return what is not needed."""
         if self._core.ending:
             return
         leaving = [member for member in self.before.members[self.plan.sharding.size :] if member.lost is None]
-        try:
-            if self._has_begun and leaving and (late := self._find_late(leaving)):
-                logger.warning("Rank(s) %s were ended before they had finished.", ", ".join(map(str, late)))
-        finally:
-            if not self._core.ending:
-                if not self._has_begun and not self.plan.is_first:
-                    self._provisioner.publish()
-                self._provisioner.settle(self.until)
+        if not self._has_begun:
+            self._provisioner.publish()
+        elif late := self._find_late(leaving):
+            logger.warning("Rank(s) %s were ended before they had finished.", ", ".join(map(str, late)))
+        self._provisioner.settle(self.until)
 
 
 def send_function(member: Member, function: Callable[..., Any], *args: Any, alone: bool, until: Deadline) -> Any:

@@ -2,7 +2,7 @@
 """A group without its public face: who is in it, and the sending of calls, which wait while the group changes."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,11 +12,11 @@ from fairlead_sharding import NamedSharding
 
 from .. import _replies as replies
 from .. import _world
-from .._model import GroupState, Member, Place, RestartPolicy, describe_place
+from .._model import GroupState, Member, Place, Restart, describe_place
 from .._replies import Request
-from .._start.worker_class import Described, Method
+from .._start.worker_class import Method, WorkerClass
 from .._world import Deadline, Event, wait_for_event
-from ..exceptions import CallTimeoutError, StaleGroupError, WorkerFailure, WorkerFailureError, WorkerGroupError
+from ..exceptions import STATE, CallTimeoutError, StaleGroupError, WorkerFailure, WorkerFailureError, WorkerGroupError
 
 CLUSTER_GONE = (
     "The cluster of this group has been shut down, and its workers with it. Reserve the cluster again, and create a "
@@ -79,7 +79,7 @@ class Core:
         places: Sequence[Place],
         sharding: NamedSharding,
         *,
-        policy: RestartPolicy,
+        policy: Restart,
         call_timeout_s: float | None = None,
         memory_limit: int = 0,
         remedy: str = "",
@@ -88,12 +88,9 @@ class Core:
         self.policy = policy
         self.call_timeout_s = call_timeout_s
         self.memory_limit = memory_limit
-        self.described: Described  # set before the first call
+        self.worker_class: WorkerClass  # as it is described now; set before the first call
         self.changes: Changes = None  # set by the process that makes the group
         self.checks: list[Callable[[str, Sequence[int]], None]] = []  # of packages; see `extension`
-        # By rank, changed in place by restarts; empty after the end. Users may hold both lists.
-        self.handles: list[Any] = []
-        self.worker_metadata: list[dict[str, Any]] = []
         self.connection = _world.Connection(self)
         self.ending: bool = False
         self.now = GroupState(0, 0, sharding, tuple(Member(place, node_id=place.slot.node_id) for place in places))
@@ -107,22 +104,38 @@ class Core:
 
     def __repr__(self) -> str:
         size = len(self.now.members)
-        state = f"{size} worker{'s' * (size != 1)}" if self.handles else "shut down"
+        state = f"{size} worker{'s' * (size != 1)}" if self.now.phase != "ended" else "shut down"
         return f"RayWorkerGroup({self.name_prefix!r}, {dict(self.now.sharding.shape)}, {state})"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the workers have started, and the group has not ended."""
+        return self.now.phase not in ("starting", "ended")
+
+    @property
+    def handles(self) -> list[Any]:
+        """The actor of each worker, by rank."""
+        return [member.handle for member in self.now.members] if self.is_there else []
+
+    @property
+    def worker_metadata(self) -> list[dict[str, Any]]:
+        """A dict for each worker, by rank."""
+        now = self.now
+        return [describe_place(place, now.state_of(place.rank)) for place in (now.places if self.is_there else ())]
 
     @property
     def world_size(self) -> int:  # for the picture of the cluster
         return len(self.now.members)
 
     @property
-    def connected(self) -> bool:
-        """Whether the Ray that the group was made on is still the one of this process."""
-        return self.connection.is_open
+    def restarts_all(self) -> bool:
+        """Whether all workers restart together."""
+        return self.policy.scope == "group"
 
     def check_alive(self) -> GroupState:
         """Return the state of a group that has not ended."""
         now = self.now
-        if not self.handles:
+        if not self.is_there:
             raise self.ended_error()
         self.connection.check()
         return now
@@ -140,6 +153,10 @@ class Core:
         """Return the worker of an actor, also after its replacement; None for an actor of another group."""
         return self._by_actor.get(actor_id)
 
+    def member_of(self, reply: Any) -> Member:
+        """Return the worker of this group that makes a reply."""
+        return self._by_actor[replies.actor_of(reply)]
+
     def is_present(self, member: Member) -> bool:
         """Return whether a worker has not been replaced, and its rank has not left."""
         members = self.now.members
@@ -150,18 +167,24 @@ class Core:
         member = self.find(replies.actor_of(reply))
         return member is not None and not (self.is_present(member) and self.now.members[member.rank].lost is None)
 
-    def commit(self, state: GroupState) -> GroupState:
+    def commit(self, state: GroupState) -> None:
         """Begin an epoch with other members; the only way in which members are replaced."""
         with self.turn:
             if self.ending:
                 raise self.ended_error()
-            before = self.now
-            self.now = replace(state, version=before.version + 1)
-            self._by_actor.update((member.actor_id, member) for member in state.members)
-            self.handles[:] = [member.handle for member in state.members]
-            self.worker_metadata[:] = [describe_place(member.place) for member in state.members]
-            self._show_states()
-            return self.now
+            self._note_members(state)
+            self.now = replace(state, version=self.now.version + 1)
+
+    def _note_members(self, state: GroupState) -> None:
+        """Note the workers of the next epoch, and those that leave."""
+        cause = f"its rank left the group, resized to {dict(state.sharding.shape)} in epoch {state.group_epoch}"
+        for member in self.now.members[len(state.members) :]:
+            self._by_actor[member.actor_id] = replace(member, lost=member.lost or member.failure("left", cause))
+        self._by_actor.update((member.actor_id, member) for member in state.members)
+
+    def latest_incarnations(self) -> dict[int, int]:
+        """Return the latest incarnation of each rank that has ever started."""
+        return {member.rank: member.incarnation for member in self._by_actor.values()}
 
     def note(
         self, lost: Iterable[tuple[Member, WorkerFailure]], *, override: bool = False, breaks: bool = False
@@ -173,32 +196,26 @@ class Core:
         with self.turn:
             members, reports = list(self.now.members), []
             for member, failure in lost:
-                now = self.now.departed.get(member.rank)
+                now = self._by_actor.get(member.actor_id, member)
                 if self.is_present(member):
                     now = members[member.rank]
                     if override or now.lost is None:
                         # What it counts may be more than now.
                         now = members[member.rank] = replace(member if override else now, lost=failure)
-                is_same = now is not None and now.actor_id == member.actor_id
-                reports.append((now.lost if now is not None and is_same else None) or failure)
+                reports.append(now.lost or failure)
             self.advance(members=tuple(members), phase="broken" if breaks else self.now.phase)
             return reports
 
     def advance(self, **changes: Any) -> None:
-        """Replace some fields of the state, and show it."""
+        """Replace some fields of the state."""
         with self.turn:
             self.now = replace(self.now, version=self.now.version + 1, **changes)
-            self._show_states()
-
-    def _show_states(self) -> None:
-        for shown in self.worker_metadata:
-            shown["state"] = self.now.state_of(shown["global_rank"])
 
     def end(self) -> None:
         with self.turn:
             self.ending = True
-            self.handles, self.worker_metadata = [], []
             self.advance(phase="ended")
+        self.refuse_waiting()
 
     # Calls.
 
@@ -316,16 +333,16 @@ class Core:
         self.connection.check()
         if call.sharding is not now.sharding and (call.sharding is not None or not now.has(called)):
             raise StaleGroupError(
-                f"{call.method.name!r} was not sent: the group was resized {now.resizes[-1]}, after the call was made. "
-                "Make the call again.",
-                now.resizes[-1].epoch,
+                f"{call.method.name!r} was not sent: the group has been resized since the call was made, and is "
+                f"{dict(now.sharding.shape)}. Make the call again.",
+                now.group_epoch,
             )
         for check in () if call.is_hook else list(self.checks):
             check(call.method.name, called)
         if now.lost:
             # The methods that a change runs wait for their own workers only.
-            lost = self.policy.blocking(now, called)
-            if blocking := [failure for failure in lost if not call.is_hook or failure.rank in called]:
+            together = not call.is_hook and (now.phase == "broken" or (self.policy.on_failure and self.restarts_all))
+            if blocking := [failure for failure in now.lost.values() if together or failure.rank in called]:
                 if call.is_hook or not self.policy.on_failure:
                     raise self.failure_error(blocking)
                 return blocking
@@ -347,21 +364,42 @@ class Core:
 
     # Errors.
 
-    def failure_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError | StaleGroupError:
+    def failure_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
         """Return the error that reports losses, with what its user can do about them."""
-        remedy = self._remedy or self.policy.remedy(self.now, [failure.rank for failure in lost])
+        remedy = self._remedy or self._explain_restart([failure.rank for failure in lost])
         if self.ending:
             remedy = "The group has been shut down. Create a new group."
         elif any(failure.kind == "shut-down" for failure in lost):
             remedy = self._remedy or CLUSTER_GONE
-        elif self.now.is_broken and not self.policy.on_failure:
+        elif self.now.phase == "broken" and not self.policy.on_failure:
             remedy = BROKEN
         return WorkerFailureError(tuple(lost), remedy)
 
+    def explain_limit(self, ranks: Iterable[int]) -> str:
+        """Return why these ranks cannot be restarted any more; an empty text if they can."""
+        limit, now = self.policy.max_restarts, self.now
+        each = {f"rank {rank}": now.members[rank].restarts for rank in ranks}
+        counts = {"the group": now.restarts} if self.restarts_all else each
+        at_limit = [name for name, count in counts.items() if count >= limit]
+        if not at_limit:
+            return ""
+        return (
+            f"{', '.join(at_limit)} has been restarted max_restarts={limit} times, which is the limit. Look at the "
+            "logs of these workers, then create a new group, with a larger max_restarts if such losses are expected."
+        )
+
+    def _explain_restart(self, ranks: Collection[int]) -> str:
+        """Return what a user can do about these lost ranks; an empty text for the default advice."""
+        reason = self.explain_limit(rank for rank in ranks if rank < len(self.now.members))
+        if reason or not self.policy.on_failure:
+            return reason
+        others = ", and all others with them" * self.restarts_all
+        return f"The next call that needs these ranks starts them again{others}. Repeat this call. {STATE}"
+
     def unsent_error(self, call: PlannedCall) -> CallTimeoutError:
-        reason = "Other calls of this process were being sent, or a restart was about to begin. Make the call again."
-        if self.changes is not None:
-            reason = self.changes.describe_running() or reason
+        ranks = self.now.restarting
+        what = f"restart of rank(s) {', '.join(map(str, ranks))}" if ranks else "restart or a resize"
+        reason = f"A {what} continues, or is about to begin. Make the call again, with a longer timeout."
         waited_s = _world.current.now() - call.began
         return CallTimeoutError(call.method.name, waited_s, len(call.called), (), reason)
 

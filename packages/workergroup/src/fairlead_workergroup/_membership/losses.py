@@ -18,12 +18,13 @@ from fairlead_placement.extension import choose_alive, collect, head_deadline
 from .. import _replies as replies
 from .. import _world
 from .._model import Member
-from .._observe.query import WorkerLook, ask_nodes, dead_actors, find_killed
+from .._observe.query import ask_nodes, dead_actors, find_killed
 from .._observe.remote_errors import explain_errors, explain_missing_module, remote_traceback
 from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
+from .._remote.stacks import find_innermost
 from .._world import NEVER, Deadline
-from ..exceptions import FailureKind, StaleGroupError, WorkerFailure, WorkerStartError
+from ..exceptions import FailureKind, WorkerFailure, WorkerStartError
 from .core import Core
 
 _LOST = (
@@ -49,12 +50,11 @@ ENDED_S = 1.0
 REFUSED_EVERY_S = 0.1  # how soon a process that has refused a request is looked at again
 # Once a worker is known to be dead, the errors of others that have died with it are waited for until none has come for
 # this long. Ray reports three deaths within about 20 ms, and within more than 0.1 s if all CPUs are taken.
-TOGETHER_S = 0.15
+TOGETHER_S = 0.3
 # A node that does not answer in this time is not waited for. A very busy one answers in seconds.
 LOOK_S = 5.0
-# Ray reports the cause of a death that it knows at once, and may take the second time to notice one.
-CAUSE_S = 10.0
-NOTICED_S = 2.0
+# Ray reports the cause of a death that it knows at once, and may take this time to notice one.
+CAUSE_S = 5.0
 # How many late workers an error shows.
 SHOWN = 8
 NO_CAUSE = "Ray reports that it is dead, and has not reported the cause in time"
@@ -129,10 +129,9 @@ def find_lost(core: Core, members: Iterable[Member], within_s: float) -> Losses:
     with head_deadline(within_s):
         noticed = look_at_head(living)
     silent = _look_at_nodes([member for member in living if member not in noticed], min(within_s, LOOK_S))
-    dead = {member: loss for member, loss in noticed.items() if loss.kind == "killed"}
+    lost = explain(core, noticed | silent, within_s)
+    # Ray may say "killed" of workers whose nodes it knows to be lost.
     on_lost_nodes = {member: loss for member, loss in noticed.items() if loss.kind == "node-lost"}
-    # Ray may notice the others soon.
-    lost = explain(core, dead, within_s) | explain(core, on_lost_nodes | silent, min(within_s, NOTICED_S))
     return lost | {member: loss for member, loss in on_lost_nodes.items() if lost[member].kind == "killed"}
 
 
@@ -194,9 +193,6 @@ def diagnose(
         known_dead = ((member, member.lost) for member in core.now.members if member.actor_id in actor_ids)
         lost |= {member: loss for member, loss in known_dead if loss is not None}
         failure = core.failure_error(core.note(sorted(lost.items(), key=lambda item: item[0].rank)))
-        if isinstance(failure, StaleGroupError):  # the call was sent, so that any of them may have run it
-            called = map(core.find, actor_ids)
-            failure = replace(failure, ran=tuple(sorted({member.rank for member in called if member is not None})))
         failure.__cause__ = next(iter(failed.values()), first)
         return failure
     return explain_errors(failed, method) if failed else first
@@ -246,9 +242,7 @@ def _ask_guards(core: Core, lost: Losses, within_s: float) -> Losses:
 # Errors of starts.
 
 
-def late_error(
-    slow: Sequence[Member], looks: Sequence[WorkerLook | None], workers: int, timeout_s: float
-) -> WorkerStartError:
+def late_error(slow: Sequence[Member], looks: Sequence[Any], workers: int, timeout_s: float) -> WorkerStartError:
     """Return the error about workers that have not started in time, given the looks at the first of them."""
     lines = [_describe_start(member, seen) for member, seen in zip(slow, looks, strict=False)]
     lines += [f"and {len(slow) - len(lines)} others"] if len(slow) > len(lines) else []
@@ -259,12 +253,13 @@ def late_error(
     )
 
 
-def _describe_start(member: Member, seen: WorkerLook | None) -> str:
+def _describe_start(member: Member, seen: Mapping[str, Any] | None) -> str:
     if seen is None:
         return f"{member}: its node does not answer"
-    if not seen.pid:
+    if not seen["pid"]:
         return f"{member}: Ray has not started its process"
-    return f"{replace(member, pid=seen.pid)}: " + (f"at {seen.where}" if seen.where else "its process is starting")
+    where = find_innermost(seen["stacks"])
+    return f"{replace(member, pid=seen['pid'])}: " + (f"at {where}" if where else "its process is starting")
 
 
 def start_error(

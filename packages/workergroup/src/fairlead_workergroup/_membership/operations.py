@@ -9,7 +9,7 @@ import numpy as np
 from fairlead_placement import Slot
 from fairlead_sharding import NamedSharding
 
-from .._model import GroupState, Resize
+from .._model import GroupState
 from .._world import Deadline
 from ..exceptions import WorkerFailure, WorkerFailureError
 from .core import CLUSTER_GONE, Core
@@ -22,15 +22,13 @@ class Plan:
 
     sharding: NamedSharding  # of the next epoch
     new: tuple[int, ...] = ()  # ranks without a living process, which start while calls go on
-    replaced: tuple[int, ...] = ()  # ranks whose old process ends before the constructor of the new one runs
+    # Ranks whose old process ends before the constructor of the new one runs; calls wait from the beginning.
+    replaced: tuple[int, ...] = ()
     moved: tuple[int, ...] = ()  # the replaced ranks that start in other slots
     slots: Sequence[Slot] | None = None  # of ranks that the group has not had; None for free ones of the cluster
     counts: bool = False  # whether it counts as a restart of the ranks that it starts again
     quiet: tuple[int, ...] = ()  # living ranks whose calls have to end first
-    closes: bool = False  # whether calls wait from the beginning, and not only while the epoch begins
     follows: bool = False  # whether every survivor has to take part: then a late one breaks the group
-    resize: Resize | None = None  # what changes the number of ranks
-    is_first: bool = False  # whether it is the first start
     again: bool = False  # whether this is the first part, after which the operation is planned again
 
 
@@ -45,7 +43,7 @@ class Operation:
 def start() -> Operation:
     return Operation(
         "The start",
-        lambda now, core, until: Plan(now.sharding, new=tuple(range(len(now.members))), is_first=True),
+        lambda now, core, until: Plan(now.sharding, new=tuple(range(len(now.members)))),
     )
 
 
@@ -65,9 +63,9 @@ def restart_ranks(ranks: tuple[int, ...], *, elsewhere: bool) -> Operation:
 
     def plan(now: GroupState, core: Core, until: Deadline) -> Plan:
         check_members(ranks, now)
-        if now.is_broken:
+        if now.phase == "broken":
             raise core.failure_error(list(now.lost.values()))
-        lost, everybody = _find_lost(now, core, until), core.policy.restarts_all
+        lost, everybody = _find_lost(now, core, until), core.restarts_all
         started = tuple(range(len(now.members))) if everybody else ranks
         return Plan(
             now.sharding,
@@ -84,16 +82,16 @@ def resize(axis: str, size: int, slots: Sequence[Slot] | None) -> Operation:
     name = f"The resize to {axis}={size}"
 
     def plan(now: GroupState, core: Core, until: Deadline) -> Plan | None:
-        sharding, policy = check_resize(now, {axis: size}, slots), core.policy
+        sharding = check_resize(now, {axis: size}, slots)
         before, members = now.sharding.get_axis_size(axis), range(len(now.members))
         lost = _find_lost(now, core, until)
         stay = tuple(rank for rank in lost if rank < sharding.size)
-        if stay and (before == size or policy.restarts_all):
+        if stay and (before == size or core.restarts_all):
             # As `restart_failed_workers` would: with scope "group" together with all others.
             return replace(_plan_restart(now, lost, core), again=before != size)
         if before == size:
             return None
-        if reason := policy.explain_limit(now, stay) if stay else "":
+        if reason := core.explain_limit(stay) if stay else "":
             raise WorkerFailureError(tuple(lost[rank] for rank in stay), reason)
         return Plan(
             sharding,
@@ -102,7 +100,6 @@ def resize(axis: str, size: int, slots: Sequence[Slot] | None) -> Operation:
             counts=bool(stay),
             quiet=tuple(rank for rank in members[: sharding.size] if rank not in lost),
             follows=True,
-            resize=Resize(now.group_epoch + 1, axis, before, size),
         )
 
     return Operation(name, plan)
@@ -110,13 +107,13 @@ def resize(axis: str, size: int, slots: Sequence[Slot] | None) -> Operation:
 
 def _plan_restart(now: GroupState, lost: Mapping[int, WorkerFailure], core: Core) -> Plan:
     """Return the restart of lost ranks, or of all of them with scope "group"."""
-    everybody, policy = tuple(range(len(now.members))), core.policy
+    everybody = tuple(range(len(now.members)))
     # Ray would create actors on a removed placement group without an error, and never start them.
     is_gone = any(loss.kind == "shut-down" for loss in lost.values())
-    if reason := CLUSTER_GONE if is_gone else policy.explain_limit(now, lost):
+    if reason := CLUSTER_GONE if is_gone else core.explain_limit(lost):
         raise WorkerFailureError(tuple(lost.values()), reason)
-    ranks = everybody if policy.restarts_all else tuple(lost)
-    return Plan(now.sharding, replaced=ranks, counts=True, closes=True, follows=now.is_broken)
+    ranks = everybody if core.restarts_all else tuple(lost)
+    return Plan(now.sharding, replaced=ranks, counts=True, follows=now.phase == "broken")
 
 
 def _find_lost(now: GroupState, core: Core, until: Deadline) -> dict[int, WorkerFailure]:

@@ -6,8 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable
 
 import ray
 
@@ -17,10 +16,10 @@ from fairlead_placement.extension import choose_alive, collect, group_pairs, hea
 from .. import _world
 from .._model import Member
 from .._observe.query import actors_being_made, draining_nodes
+from .._ray_private import is_known_dead
 from .._remote.process import WORKER_GRACE_S, end_trees
 from .._world import NEVER, Deadline, wait_for, wait_for_event
 from .core import Changes, Core
-from .losses import look_at_head
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +33,6 @@ LAST_LOOK_S = 5.0
 ANSWERED_S = 2.0
 # When the workers have ended, the change that is under way has nothing to wait for.
 JOIN_S = 20.0
-# Ray's head says within this time which workers are dead, before the others run their cleanup.
-HEAD_S = 10.0
 
 Key = tuple[object, ...]  # what it is, and which one of its kind
 
@@ -93,11 +90,8 @@ class Owned:
         self.end(others, until)
 
     def end(self, members: Collection[Member], until: Deadline) -> list[str]:
-        """End workers and what they have started; return descriptions of those alive.
-
-        Those that have ended are not owned any more: the mark of a rank would find the processes of its next worker.
-        """
-        left = kill_and_wait(members, until) if members and self._core.connected else []
+        """End workers and what they have started; return descriptions of those alive. The others are owned no more."""
+        left = kill_and_wait(members, until) if members and self._core.connection.is_open else []
         if not left:
             with self._lock:
                 for member in members:
@@ -112,15 +106,13 @@ class Owned:
         with self._lock:
             self.closed = True
             workers, keys = [*self._workers.values()], [*self._releases]
-        with ExitStack() as steps:  # each of them is done, also after Ctrl-C in another one
-            for key in keys:
-                steps.callback(self.drop, [key])
-            steps.callback(self._end_all, workers, until)
+        self._end_all(workers, until)
+        self.drop(reversed(keys))
         return self._succeeded
 
     def leak(self) -> str:
         """Return the warning for a group that is dropped while it holds something, or "" if it holds nothing."""
-        if not self.keys("slot") or not self._core.connected:
+        if not self.keys("slot") or not self._core.connection.is_open:
             return ""
         return (
             f"The worker group {self._core.name_prefix!r} was dropped without shutdown(). Its workers are ended in the "
@@ -136,7 +128,7 @@ class Owned:
             self._workers.clear()
 
     def _release(self, key: Key, release: Callable[[], object]) -> None:
-        if key[0] != "slot" and not self._core.connected:
+        if key[0] != "slot" and not self._core.connection.is_open:
             return  # Ray has ended, and everything with it
         try:
             release()
@@ -144,7 +136,7 @@ class Owned:
             self._note_failure(f"release the {key[0]}", error)
 
     def _note_failure(self, what: str, error: Exception) -> None:
-        if self._core.connected:
+        if self._core.connection.is_open:
             logger.warning("Cannot %s: %s", what, error)
             self._succeeded = False
 
@@ -165,7 +157,7 @@ class Shutdown:
 
     def run(self, cleanup_method: str | None, timeout: float | None, *, force: bool) -> bool:
         """End the group; see `RayWorkerGroup.shutdown`. It takes no lock that a signal handler's thread may hold."""
-        until, me, clean = Deadline.after(timeout), _world.current.thread(), False
+        until, me, is_clean = Deadline.after(timeout), _world.current.thread(), False
         self._core.ending = True
         if force:
             self._is_forced.set()
@@ -180,42 +172,32 @@ class Shutdown:
         self._thread = me
         try:
             self._core.refuse_waiting()
-            clean = cleanup_method is None or force or self._clean_up(cleanup_method, until)
+            is_clean = cleanup_method is None or force or self._clean_up(cleanup_method, until)
         finally:
             try:
-                self._end(until, clean=clean)
+                is_returned = self._end(until)
+                self._succeeded = self._changes.join(Deadline.after(JOIN_S)) and is_clean and is_returned
             finally:
                 self._ended.set()
         return self._succeeded
 
-    def _end(self, until: Deadline, *, clean: bool) -> None:
-        is_returned = False
+    def _end(self, until: Deadline) -> bool:
         try:
             self._core.end()
-            self._core.refuse_waiting()
-        finally:
-            try:
-                is_returned = self._owned.close(until)
-            except BaseException:  # Ctrl-C, perhaps before anything was taken out of the tables
-                self._owned.close(until)
-                raise
-            finally:
-                self._succeeded = self._changes.join(Deadline.after(JOIN_S)) and clean and is_returned
+            return self._owned.close(until)
+        except BaseException:  # Ctrl-C: what has been done is not done again
+            self._core.end()
+            self._owned.close(until)
+            raise
 
     def _clean_up(self, cleanup_method: str, until: Deadline) -> bool:
         """Run the user's method on the living workers; return whether all went well."""
         core = self._core
-        if not core.handles or not core.connected:
+        if not core.is_there or not core.connection.is_open:
             return True
         # A change that is under way gives up at its next step. Until then it may end a worker under its cleanup.
-        self._changes.join(until.sooner(Deadline.after(JOIN_S)))
-        living = {member for member in core.now.members if member.lost is None}
-        try:
-            # The cleanup has half of the time if the head is silent.
-            with head_deadline((until.left(at_most=2 * HEAD_S) or 0.0) / 2):
-                living -= look_at_head(living).keys()
-        except HeadTimeoutError:
-            pass
+        self._changes.join(Deadline.after(until.left(at_most=JOIN_S)))
+        living = [member for member in core.now.members if member.lost is None and not is_known_dead(member.handle)]
         began = _world.current.now()
         how = {"method": cleanup_method, "silent": True}
         calls = {member.rank: member.handle._fairlead_call.remote(how) for member in living}
@@ -231,44 +213,27 @@ class Shutdown:
 def kill_and_wait(workers: Collection[Member], until: Deadline) -> list[str]:
     """End workers and all that they have started; log and return descriptions of what is left.
 
-    Rank 0 has the store of torch.distributed, so it is ended when the processes of the others are gone. If Ray's head
-    does not answer, functions on the nodes end the processes. It takes less time than is left, because other things are
-    returned after it, but `LAST_LOOK_S` in any case.
+    Rank 0 has the store of torch.distributed, so it is killed last. If Ray's head does not answer, functions on the
+    nodes end the processes. It takes less time than is left, because other things are returned after it, but
+    `LAST_LOOK_S` in any case.
     """
-    deadline = time.monotonic() + max(LAST_LOOK_S, 0.8 * (until.left(at_most=2 * GONE_S) or 0.0))
-    others = [worker for worker in sorted(workers, key=lambda worker: -worker.rank) if worker.rank]
-    first = [worker for worker in workers if not worker.rank]
-    by_ray = True
-    try:
-        try:
-            by_ray = _wait_until_created(workers, deadline)
-        finally:  # also after a second Ctrl-C
-            for worker in others:
-                ray.kill(worker.handle)
-        left = _wait(others, deadline, by_ray=by_ray)
-    finally:
-        for worker in first:
-            ray.kill(worker.handle)
-    left += _wait(first, deadline, by_ray=by_ray)
-    if not by_ray:
+    deadline = time.monotonic() + max(LAST_LOOK_S, 0.8 * (until.left(at_most=GONE_S) or 0.0))
+    by_ray = _wait_until_created(workers, deadline)
+    for worker in sorted(workers, key=lambda worker: -worker.rank):
+        ray.kill(worker.handle)
+    if by_ray:
+        # A dead actor answers this at once with an error; nothing answers after a kill except that.
+        sends = {number: worker.handle.__ray_ready__.remote for number, worker in enumerate(workers)}
+        answers = collect(sends, max(0.1, deadline - time.monotonic()))
+        alive = sum(isinstance(error, ray.exceptions.GetTimeoutError) for _, error in answers.values())
+        left = _end_trees(workers, deadline, grace_s=WORKER_GRACE_S)
+        left += [f"{alive} worker(s) that Ray has not ended in time"] if alive and not left else []
+    else:
+        left = _end_trees(workers, min(deadline, time.monotonic() + LAST_LOOK_S), grace_s=0.0)
         left.append(f"{len(workers)} worker(s) whose end Ray's head has not confirmed, because it does not answer")
     if left:
         logger.warning("Still alive after the end of workers: %s.", "; ".join(left))
     return left
-
-
-def _wait(workers: Sequence[Member], until: float, *, by_ray: bool) -> list[str]:
-    """Wait for the end of killed workers, end their processes, and return descriptions of those still alive."""
-    now = time.monotonic()
-    if not by_ray:
-        return _end_trees(workers, min(until, now + LAST_LOOK_S), grace_s=0.0)
-    # A dead actor answers this at once with an error; nothing answers after a kill except that.
-    deadline = min(until, now + GONE_S)
-    sends = {number: worker.handle.__ray_ready__.remote for number, worker in enumerate(workers)}
-    answers = collect(sends, max(0.1, deadline - now))
-    alive = [error for _, error in answers.values() if isinstance(error, ray.exceptions.GetTimeoutError)]
-    left = _end_trees(workers, deadline, grace_s=WORKER_GRACE_S)
-    return left if left or not alive else [f"{len(alive)} worker(s) that Ray has not ended within {GONE_S:g} s"]
 
 
 def _wait_until_created(workers: Collection[Member], until: float) -> bool:
@@ -288,7 +253,7 @@ def _wait_until_created(workers: Collection[Member], until: float) -> bool:
     return True
 
 
-def _end_trees(workers: Sequence[Member], deadline: float, *, grace_s: float) -> list[str]:
+def _end_trees(workers: Iterable[Member], deadline: float, *, grace_s: float) -> list[str]:
     """End the processes of workers on all nodes at once; return descriptions of those alive at the deadline."""
     by_node, pause, left = group_pairs((worker.node_id, worker) for worker in workers), 0.1, list[str]()
     while by_node:

@@ -182,15 +182,9 @@ class Slots:
         self._cluster = cluster
         self._core = core
         self._owned = owned
-        # Of every slot that the cluster has had, by its key: which slot of which logical node it is.
-        self._positions = _find_positions(self.read())
-
-    def read(self) -> Sequence[Slot]:
-        """Return the slots of the cluster as they are now, or those that the group was made from."""
-        return self._cluster.slots() if isinstance(self._cluster, RayVirtualCluster) else tuple(self._cluster)
 
     def claim(self, slots: Iterable[Slot]) -> None:
-        """Claim these slots in addition to those that are claimed already; all of them, or none."""
+        """Claim these slots in addition to those that are claimed already; a change that fails returns them."""
         new = [slot for slot in slots if not self._owned.holds(("slot", slot.key))]
         usable = {slot.key for slot in usable_slots(new)}
         if gone := [slot for slot in new if slot.key not in usable]:
@@ -199,24 +193,28 @@ class Slots:
                 f"{gone[0].node_idx}: its node {gone[0].node_id[:8]} is lost, or about to end because Ray drains it. "
                 "Replace lost nodes with the cluster's replace_lost_nodes(), or use other slots."
             )
-        try:
-            for slot in new:
-                self._claim(slot)
-        except BaseException:  # including Ctrl-C: a full slot is waited for
-            self._owned.drop(("slot", slot.key) for slot in new)
-            raise
+        for slot in new:
+            self._claim(slot)
 
-    def _claim_free(self, count: int, why: str, remedy: str) -> list[Slot]:
-        """Claim and return the first usable slots of the cluster that no group uses, or refuse that with both texts."""
-        free: list[Slot] = []
-        for slot in usable_slots(self.read()):
-            if not self._owned.holds(("slot", slot.key)) and len(free) < count:
+    def _claim_free(self, nodes: Sequence[int | None], why: str) -> list[Slot]:
+        """Claim and return usable slots of the cluster that no group uses, or raise an error that begins with `why`.
+
+        `nodes` has for each of them the logical node whose slots come first, such as that of a lost node, or None.
+        """
+        slots = self._cluster.slots() if isinstance(self._cluster, RayVirtualCluster) else self._cluster
+        usable, free = [slot for slot in usable_slots(slots) if not self._owned.holds(("slot", slot.key))], []
+        for node_idx in nodes:
+            usable.sort(key=lambda slot: slot.node_idx != node_idx)
+            while usable:
                 with contextlib.suppress(ResourceInsufficientError):  # other groups fill it
-                    self._claim(slot)
+                    self._claim(slot := usable.pop(0))
                     free.append(slot)
-        if len(free) < count:
-            self._owned.drop(("slot", slot.key) for slot in free)
-            raise ValueError(f"{why} need as many free slots, and there are {len(free)} that can be used. {remedy}")
+                    break
+        if len(free) < len(nodes):
+            raise ValueError(
+                f"{why} need as many free slots, and there are {len(free)} that can be used. Make a new group on a "
+                "larger cluster, or resize this one with slots of another cluster (slots=...)."
+            )
         return free
 
     def _claim(self, slot: Slot) -> None:
@@ -241,13 +239,20 @@ class Slots:
             return list(slots)
         if not isinstance(self._cluster, RayVirtualCluster):
             raise ValueError(f"this group was made from slots, so give the {count} new ones: resize(..., slots=...)")
-        return self._claim_free(count, f"{count} more worker(s)", "Give slots of another cluster (slots=...).")
+        return self._claim_free([None] * count, f"{count} more worker(s)")
 
-    def move(self, places: Sequence[Place], ranks: Sequence[int], why: str = "") -> tuple[Place, ...]:
-        """Claim free slots of the cluster for ranks, and return all places; `why` begins the errors."""
-        if any(len(places[rank].tied_bundles[1]) > 1 for rank in ranks):
+    def move(
+        self, places: Sequence[Place], ranks: Sequence[int], why: str = "", *, near: bool = False
+    ) -> tuple[Place, ...]:
+        """Claim free slots of the cluster, `near` those that these ranks had, and return all places.
+
+        Errors begin with `why`.
+        """
+        nodes = [places[rank].slot.node_idx if near else None for rank in ranks]
+        is_tied = any(len(places[rank].tied_bundles[1]) > 1 for rank in ranks)
+        free = [] if is_tied and not near else self._claim_free(nodes, f"{why}{len(ranks)} rank(s)")
+        if is_tied and [slot.node_idx for slot in free] != nodes:
             raise ValueError(f"{why}the workers of tied groups do not move to other slots: restart them where they are")
-        free = self._claim_free(len(ranks), f"{why}{len(ranks)} rank(s)", "Make a new group on a larger cluster.")
         return move_places(places, dict(zip(ranks, free, strict=True)))
 
     def avoid_unusable(self, places: tuple[Place, ...], ranks: Sequence[int], until: Deadline) -> tuple[Place, ...]:
@@ -256,37 +261,13 @@ class Slots:
         stuck = [rank for rank in ranks if places[rank].slot.key not in usable]
         if not stuck:
             return places
-        alive = alive_nodes()
-        drained = [rank for rank in stuck if places[rank].slot.node_id in alive]
-        if len(drained) < len(stuck):
-            places = self._replace_lost(places, until)
-        if drained:
-            names = ", ".join(map(str, drained))
-            why = f"Ray drains the nodes of rank(s) {names}, so that nothing starts there: "
-            places = self.move(places, drained, why)
-        return places
-
-    def _replace_lost(self, places: Sequence[Place], until: Deadline) -> tuple[Place, ...]:
-        """Let the cluster replace lost nodes; return the places of all ranks."""
-        if isinstance(self._cluster, RayVirtualCluster):
+        alive, names = alive_nodes(), ", ".join(map(str, stuck))
+        if any(places[rank].slot.node_id not in alive for rank in stuck):
+            if not isinstance(self._cluster, RayVirtualCluster):
+                raise ResourceInsufficientError(
+                    f"Rank(s) {names} were on lost nodes. The group was made from slots, so there is no cluster that "
+                    "could reserve others. Create a new group on other slots, or resize this one without these ranks."
+                )
             self._cluster.replace_lost_nodes(timeout_s=until.left() or 0.0)
-        # Another group may have replaced them before. The slots of one logical node keep their order.
-        now, alive = self.read(), alive_nodes()
-        positions = _find_positions(now)
-        self._positions |= positions
-        present = {positions[slot.key]: slot for slot in now}
-        known = {place.rank: self._positions.get(place.slot.key, (-1, -1)) for place in places}
-        moved = move_places(places, {rank: present[where] for rank, where in known.items() if where in present})
-        if gone := [place.rank for place in moved if place.slot.node_id not in alive]:
-            raise ResourceInsufficientError(
-                f"The slots of rank(s) {', '.join(map(str, gone))} were on lost nodes, and are not from the cluster of "
-                "this group, so there is no cluster that could reserve others. Create a new group on other slots, or "
-                "resize this one without these ranks."
-            )
-        return moved
-
-
-def _find_positions(slots: Iterable[Slot]) -> dict[Any, tuple[int, int]]:
-    """Return the logical node of each slot, and its number there, by the key of the slot."""
-    by_node = group_pairs((slot.node_idx, slot) for slot in slots)
-    return {slot.key: (node, number) for node, mine in by_node.items() for number, slot in enumerate(mine)}
+        why = f"The nodes of rank(s) {names} are lost, or Ray drains them, so that nothing starts there: "
+        return self.move(places, stuck, why, near=True)

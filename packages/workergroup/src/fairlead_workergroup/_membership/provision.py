@@ -6,17 +6,18 @@ import itertools
 import os
 import queue
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fairlead_placement import PortLease, PortUnavailableError, RayVirtualCluster, Slot, lease_ports
+from fairlead_placement import PortLease, RayVirtualCluster, Slot, lease_ports
 from fairlead_placement.extension import actor_id_of, ask_head, group_pairs, head_deadline
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
@@ -26,25 +27,19 @@ from .._model import GroupState, Member, Place, configure_ask
 from .._observe.board import ANSWER_S, Publication, actor_name
 from .._observe.progress_bar import Bar
 from .._observe.query import look_at_starts
-from .._remote.process import mark_of
 from .._start.environment import (
     RANK_VARIABLES,
-    EnvVars,
-    WorkerEnvironment,
     WorkerOptions,
-    WorkerPython,
     actor_options,
-    check_env_vars,
     device_facts,
     forwarded_variables,
     prepare_python,
     read_master_ports,
     recursive_merge_options,
     start_variables,
-    variables_at,
     worker_environment,
 )
-from .._start.worker_class import Described, RayWorkerBuilder, WorkerClass, describe_class
+from .._start.worker_class import RayWorkerBuilder, WorkerClass, describe_class
 from .._world import Deadline
 from ..exceptions import WorkerFailure
 from .core import Core
@@ -72,14 +67,14 @@ class GroupSpec:
     cluster: RayVirtualCluster | Sequence[Slot]
     builder: RayWorkerBuilder
     python: str | VenvSpec | None
-    env_vars: EnvVars
+    env_vars: Mapping[str, str]
     options: WorkerOptions
     compression: str | None  # of gradients
     memory_limit: int
     token: str  # identifies the group among all groups of all drivers
     concurrent: bool | Literal["auto"]  # whether async methods overlap; "auto" if there are any
     start_timeout_s: float
-    hooks: Collection[str] = ()  # the methods of the class that changes of the group call
+    on_resize: str | None = None  # a method of the class that all workers run in the new epoch of a resize
 
 
 @dataclass(frozen=True)
@@ -88,9 +83,8 @@ class WorkerPlan:
 
     place: Place
     options: Mapping[str, Any]
-    environment: WorkerEnvironment
+    variables: Mapping[str, str]
     init_kwargs: Mapping[str, Any]
-    of_rank: frozenset[str]  # the names of its variables that a change of the group may change
 
 
 @dataclass
@@ -106,14 +100,14 @@ class Staged:
         assert self.lease is not None
         return tuple(
             {
-                **{name: value for name, value in worker.environment.variables.items() if name in worker.of_rank},
+                **{name: value for name, value in worker.variables.items() if name in RANK_VARIABLES},
                 "MASTER_PORT": str(self.lease.port),
             }
             for worker in self.workers
         )
 
 
-class Provisioner(Described):
+class Provisioner:
     """Acquires, starts and ends the workers of a group, for its changes; the first start describes their class."""
 
     def __init__(self, spec: GroupSpec, core: Core, owned: Owned, ports: tuple[int, int] | None) -> None:
@@ -121,39 +115,35 @@ class Provisioner(Described):
         self.owned = owned
         self.slots = Slots(spec.cluster, core, owned)
         self._core = core
-        self._ports = ports  # the first and the last port of the cluster; None for any ports
-        self._master_ports = read_master_ports(spec.options)
+        self._ports = read_master_ports(spec.options) or ports  # the first and the last one; None for any ports
         self._now: Staged | None = None  # the present epoch
-        self._arguments: _StoredArguments | None = None
+        self._arguments: tuple[Any, list[Any], dict[str, Any]] | None = None  # see `_store_arguments`
         self._publication: Publication | None = None
 
     @property
     def has_one_port(self) -> bool:
         """Whether the master port is the same in all epochs."""
-        ports = self._master_ports or self._ports
-        return ports is not None and ports[0] == ports[1]
+        return self._ports is not None and self._ports[0] == self._ports[1]
 
     def deadline(self, timeout_s: float | None) -> Deadline:
         """Return the deadline of a change with this timeout; None stands for the time of a start."""
         return Deadline.after(self.spec.start_timeout_s if timeout_s is None else timeout_s)
 
-    def prepare(self, before: GroupState, until: Deadline) -> Staged:
+    def _prepare(self, before: GroupState, until: Deadline) -> Staged:
         """Claim the slots of the first workers, describe their class, and store the constructor's arguments."""
         places = before.places
         self.slots.claim([place.slot for place in places])
         # Before anything else, because other processes may have it.
-        lease = None if self._master_ports is None else self._lease_port(places[0].slot, until)
+        lease = None if self.spec.options.master_port is None else self._lease_port(places[0].slot, until)
         described, workers = self._plan(places, until)
-        if callable(given := self.spec.env_vars):
-            check_env_vars(given(places[0]))  # this logs what workers do not get
-        self.worker_class = described
-        for name in self.spec.hooks:
+        self._core.worker_class = described
+        for name in filter(None, (self._core.policy.method, self.spec.on_resize)):
             described.method(name).check(0, ())
-        self._arguments = _StoredArguments(self.spec.builder, described)
+        self._arguments = _store_arguments(self.spec.builder, described)
         # Every start uses the stored copies. The originals may be large, or references that keep objects alive.
         builder = RayWorkerBuilder(self.spec.builder.worker).with_methods(*self.spec.builder.methods)
         self.spec = dataclasses.replace(self.spec, builder=builder)
-        self.owned.own(("arguments",), self._forget_arguments)
+        self.owned.own(("arguments",), partial(setattr, self, "_arguments", None))
         self._publication = Publication(self._core.name_prefix, self.spec.token, described.plain)
         self.owned.own(("publication",), self._publication.withdraw)
         members = tuple(self._next_member(place, 0, 0) for place in places)
@@ -162,7 +152,8 @@ class Provisioner(Described):
     def acquire(self, before: GroupState, plan: Plan, until: Deadline) -> Staged:
         """Get slots, the environment of new workers, and a port if the present one cannot be used."""
         now, places, sharding = self._now, before.places, plan.sharding
-        assert now is not None  # the first start has set it
+        if now is None:
+            return self._prepare(before, until)
         starting, size = {*plan.new, *plan.replaced}, sharding.size
         if plan.moved:
             places = self.slots.move(places, plan.moved)
@@ -176,7 +167,7 @@ class Provisioner(Described):
         if places != before.places:
             described, workers = self._plan(places, until)
         self.slots.claim(place.slot for place in places)
-        members = []
+        members, latest = [], self._core.latest_incarnations()
         for place in places:
             if place.rank not in starting:
                 members.append(dataclasses.replace(before.members[place.rank], place=place))
@@ -184,11 +175,10 @@ class Provisioner(Described):
                 old = before.members[place.rank]
                 members.append(self._next_member(place, old.incarnation + 1, old.restarts + plan.counts))
             else:
-                gone = before.departed.get(place.rank)
-                members.append(self._next_member(place, 0 if gone is None else gone.incarnation + 1, 0))
+                members.append(self._next_member(place, latest.get(place.rank, -1) + 1, 0))
         lease = now.lease
         # The store of one set of processes cannot be used by another one. A single port is used when they have ended.
-        needs_other = (plan.follows or self._core.policy.restarts_all) and not self.has_one_port
+        needs_other = (plan.follows or self._core.restarts_all) and not self.has_one_port
         if lease is None or needs_other or lease.node_id != places[0].slot.node_id:
             lease = self._lease_port(places[0].slot, until)
         epoch = before.group_epoch + 1
@@ -217,30 +207,29 @@ class Provisioner(Described):
             staged.lease = self._lease_port(staged.state.members[0].place.slot, until)
         return self._construct(staged, members, until)
 
-    def publish(self, starting: Mapping[int, Member] | None = None, *, wait: bool = False) -> None:
-        """Let handles of other processes see the members; with `wait`, wait a moment until those that look now do."""
+    def publish(self, starting: Mapping[int, Member] | None = None) -> None:
+        """Let handles of other processes see the members."""
         if self._publication is not None and not self._core.ending:
             self._publication.publish(self._core.now, starting or {})
-            if wait:
-                self._publication.await_handles(ANSWER_S)
+
+    def await_handles(self) -> None:
+        """Wait a moment until handles that look now see the group."""
+        if self._publication is not None:
+            self._publication.await_handles(ANSWER_S)
 
     def commit(self, staged: Staged) -> None:
-        self._now, self.worker_class = staged, staged.worker_class
+        self._now, self._core.worker_class = staged, staged.worker_class
 
     def settle(self, until: Deadline) -> None:
         """Return what the members of now do not need: workers, slots, and ports of an epoch that has not begun."""
         now = self._core.now
         self.owned.keep_workers({member.actor_id for member in now.members}, until)
-        if now.phase != "ended":
-            self.slots.keep(now.places)
-            used = None if self._now is None else id(self._now.lease)
-            self.owned.drop(key for key in self.owned.keys(PORT) if key[1] != used)
-
-    def _forget_arguments(self) -> None:
-        self._arguments = None
+        self.slots.keep(now.places)
+        used = None if self._now is None else id(self._now.lease)
+        self.owned.drop(key for key in self.owned.keys(PORT) if key[1] != used)
 
     def _next_member(self, place: Place, incarnation: int, restarts: int) -> Member:
-        name, mark = actor_name(place, self.spec.token, incarnation), mark_of(self.spec.token, place.rank)
+        name, mark = actor_name(place, self.spec.token, incarnation), f"{self.spec.token}-{place.rank}-{incarnation}"
         return Member(place, incarnation, restarts, actor_name=name, mark=mark, node_id=place.slot.node_id)
 
     def _plan(self, places: Sequence[Place], until: Deadline) -> tuple[WorkerClass, Sequence[WorkerPlan]]:
@@ -249,25 +238,24 @@ class Provisioner(Described):
         python = prepare_python(spec.python, nodes, timeout_s=until.left() or 0.0)
         per_node = getattr(spec.cluster, "num_gpus_per_node", None)
         # The class, or its libraries, may need these variables to be found.
-        variables = start_variables(variables_at(spec.env_vars, places[0]))
+        variables = start_variables(spec.env_vars)
         described = describe_class(
             spec.builder.worker,
             spec.builder.methods,
             asks=[configure_ask(place, per_node) for place in places],
             node_id=nodes[0],
-            runtime_env=recursive_merge_options(python.runtime_env, {"env_vars": variables} if variables else {}),
+            runtime_env=recursive_merge_options(python, {"env_vars": variables} if variables else {}),
             timeout_s=until.left() or 0.0,
             concurrent=spec.concurrent,
         )
-        options = recursive_merge_options(described.options, spec.options.ray_options)
-        described = dataclasses.replace(described, options=options)
         return described, plan_workers(places, described, env_vars=spec.env_vars, python=python)
 
     def _construct(self, staged: Staged, members: Mapping[int, Member], until: Deadline) -> dict[int, Member]:
         """Send the facts and the constructor's arguments to new actors, and wait until they have started."""
-        spec, arguments = self.spec, self._arguments
-        if arguments is None:
+        spec = self.spec
+        if self._arguments is None:
             raise self._core.ended_error()
+        target, args, init_kwargs = self._arguments
         configured = Arguments()
         shared = {
             "communication_backend": getattr(spec.cluster, "communication_backend", None),
@@ -282,16 +270,15 @@ class Provisioner(Described):
             facts = {
                 **shared,
                 **mine,
-                "tree": f"{member.mark}{member.incarnation}",
+                "tree": member.mark,
                 "memory_limit": spec.memory_limit,
-                "env": {**worker.environment.variables, **mine["env"]},
-                "path": list(worker.environment.path),
+                "env": {**worker.variables, **mine["env"]},
                 "devices": device_facts(worker.place, slots_on[worker.place.slot.node_id], spec.options),
             }
             kwargs = {name: configured.prepare(value) for name, value in worker.init_kwargs.items()}
             # The lists keep Ray from resolving the references: the host fetches them once the environment is set.
             start = member.handle._fairlead_start.remote
-            refs.append(start(facts, [arguments.target], arguments.args, {**arguments.kwargs, **kwargs}))
+            refs.append(start(facts, [target], args, {**init_kwargs, **kwargs}))
         answers = wait_started(
             refs,
             [*members.values()],
@@ -308,17 +295,8 @@ class Provisioner(Described):
         return started
 
     def _lease_port(self, slot: Slot, until: Deadline) -> PortLease:
-        ports = self._master_ports or self._ports
-        bounds: dict[str, Any] = {} if ports is None else {"low": ports[0], "high": ports[1]}
-        try:
-            ((lease,),) = lease_ports([slot], timeout_s=until.left() or 0.0, **bounds)
-        except PortUnavailableError as error:
-            if self._master_ports is not None:
-                error.add_note(
-                    "It is the WorkerOptions(master_port=...) of a group. Give another port or range, or leave it out, "
-                    "and the group leases a port of the cluster's port_range."
-                )
-            raise
+        bounds: dict[str, Any] = {} if self._ports is None else {"low": self._ports[0], "high": self._ports[1]}
+        ((lease,),) = lease_ports([slot], timeout_s=until.left() or 0.0, **bounds)
         self.owned.own((PORT, id(lease)), lambda: lease.release(timeout_s=RELEASE_S))
         return lease
 
@@ -329,20 +307,19 @@ def store_layout(sharding: NamedSharding) -> Any:
     return Arguments().prepare(layout) if "ranks" in layout else layout
 
 
-class _StoredArguments:
-    """The constructor's arguments, stored once for as long as the group lives."""
+def _store_arguments(builder: RayWorkerBuilder, described: WorkerClass) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Store what a worker loads its class from, and the constructor's arguments, once for the life of the group."""
+    stored = Arguments()
 
-    def __init__(self, builder: RayWorkerBuilder, described: WorkerClass) -> None:
-        self._stored = Arguments()
-        self.target = self._stored.prepare(described.target)  # the full name of the class, or its pickled bytes
-        self.args = [self._prepare(described, number, value) for number, value in enumerate(builder.args)]
-        self.kwargs = {name: self._prepare(described, name, value) for name, value in builder.kwargs.items()}
-
-    def _prepare(self, described: WorkerClass, name: object, value: Any) -> Any:
+    def prepare(name: object, value: Any) -> Any:
         try:
-            return self._stored.prepare(value)
+            return stored.prepare(value)
         except NotPicklableError as error:
             raise TypeError(f"argument {name!r} of the constructor of {described.name!r}: {error}") from None
+
+    args = [prepare(number, value) for number, value in enumerate(builder.args)]
+    kwargs = {name: prepare(name, value) for name, value in builder.kwargs.items()}
+    return stored.prepare(described.target), args, kwargs
 
 
 # The steps of a start.
@@ -352,26 +329,22 @@ def plan_workers(
     places: Sequence[Place],
     described: WorkerClass,
     *,
-    env_vars: EnvVars,
-    python: WorkerPython,
+    env_vars: Mapping[str, str],
+    python: Mapping[str, Any],
 ) -> list[WorkerPlan]:
     """Return the options and the environment of every worker. Pure, except that it reads the driver's environment."""
     forwarded = forwarded_variables(os.environ)
     class_env = dict(described.options.get("runtime_env") or {})
-    of_class = {**class_env.pop("env_vars", {}), **python.variables}
-    shared = {**class_env, **python.runtime_env}
+    of_class = class_env.pop("env_vars", {})
+    shared = {**class_env, **python}
     plans = []
-    given = [variables_at(env_vars, place) for place in places]
-    # A worker that moves would keep a variable that its next place has no value for.
-    if some := {name for variables in given for name in variables.keys() ^ given[0].keys()}:
-        raise ValueError(f"env_vars must return the same names for all places; {sorted(some)} are there for some only")
-    for place, of_user in zip(places, given, strict=True):
+    for place in places:
         resources, configured_env, init_kwargs, overrides = described.configuration(place.rank)
-        environment = worker_environment(
+        variables, loader_variables = worker_environment(
             driver=forwarded,
             of_class=of_class,
             of_slot=place.slot.env,
-            of_user=of_user,
+            of_user=env_vars,
             of_rank={  # without MASTER_PORT, which is leased while the actors start
                 "RANK": str(place.rank),
                 "WORLD_SIZE": str(len(places)),
@@ -383,8 +356,8 @@ def plan_workers(
             configured={**overrides.get("env_vars", {}), **configured_env},
         )
         runtime_env = recursive_merge_options(shared, {n: v for n, v in overrides.items() if n != "env_vars"})
-        if environment.loader_variables:
-            runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **environment.loader_variables}
+        if loader_variables:
+            runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **loader_variables}
         options = actor_options(
             place.slot,
             of_class=described.options,
@@ -392,8 +365,7 @@ def plan_workers(
             runtime_env=runtime_env,
             concurrent=described.concurrent,
         )
-        of_rank = frozenset((*RANK_VARIABLES, *of_user)) if callable(env_vars) else frozenset(RANK_VARIABLES)
-        plans.append(WorkerPlan(place, options, environment, init_kwargs, of_rank))
+        plans.append(WorkerPlan(place, options, variables, init_kwargs))
     return plans
 
 

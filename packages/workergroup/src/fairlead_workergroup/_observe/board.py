@@ -8,14 +8,13 @@ from typing import Any
 
 import ray
 
-from fairlead_placement.extension import Board, await_published, publish, read_boards, withdraw
+from fairlead_placement.extension import Board, await_published, find_boards, publish, read_boards, withdraw
 
 from .._model import GroupState, Member, Place
 from ..exceptions import WorkerGroupError
-from .query import find_boards
 
 # Of the published data; readers of another version leave the group out.
-SCHEMA = 4
+SCHEMA = 5
 KEY = "fairlead-group-"
 # Boards answer in milliseconds; those of a node that hangs do not.
 ANSWER_S = 5.0

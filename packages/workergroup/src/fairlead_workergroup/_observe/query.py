@@ -8,19 +8,17 @@ the caller, raises `HeadTimeoutError`.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from fairlead_placement import extension
-from fairlead_placement.extension import Board, ask_head, choose_alive, group_pairs, head_deadline, run_on_nodes
+from fairlead_placement.extension import ask_head, choose_alive, group_pairs, head_deadline, run_on_nodes
 
 from .. import _ray_private
 from .._model import Member
 from .._remote.node import cancel_tasks, look_from_outside, read_records, read_verdicts
-from .._remote.stacks import find_innermost
 from .._replies import task_of
 from ..exceptions import LateWorker
 
@@ -42,13 +40,6 @@ VERDICT_S = 0.7
 STACKS_S = 2.0
 
 
-class WorkerLook(NamedTuple):
-    """What a look at a worker that starts has found: its process, 0 if there is none, and where that stands."""
-
-    pid: int
-    where: str
-
-
 def _ask(request: str, function: Callable[..., _T], *args: Any) -> _T:
     with head_deadline(REQUEST_S):
         return ask_head(request, function, *args)
@@ -62,11 +53,6 @@ def alive_nodes() -> frozenset[str]:
 def draining_nodes() -> frozenset[str]:
     """Return the nodes that are draining."""
     return frozenset(_ask("list the nodes that are draining", extension.drain_deadlines))
-
-
-def find_boards(job_id: str = "", owner: str = "") -> list[Board]:
-    """Return the boards on which the groups of all processes are published, or those of one process."""
-    return _ask("list the boards", extension.find_boards, job_id, owner)
 
 
 def dead_actors() -> frozenset[str]:
@@ -89,15 +75,15 @@ def ask_nodes(
     workers: Sequence[Member],
     function: Callable[..., Any],
     *more: Any,
-    what: Callable[[Any], Any] = lambda worker: worker.key,
+    values: Sequence[Any] | None = None,
     within_s: float | None = None,
     asks_head: bool = True,
 ) -> list[Any]:
     """Apply a function to a value of each worker, on its node; return the results in the order of the workers.
 
-    The function takes and returns a list for the workers of one node, whose values are their keys without `what`. A
-    node that does not answer within `within_s`, or `ANSWER_S`, gives None. Without `asks_head`, the nodes that Ray's
-    head knows to be dead are asked too, because the head may be silent.
+    The function takes and returns a list for the workers of one node. Without `values`, it gets their keys. A node that
+    does not answer within `within_s`, or `ANSWER_S`, gives None. Without `asks_head`, the nodes that Ray's head knows
+    to be dead are asked too, because the head may be silent.
     """
     results: list[Any] = [None] * len(workers)
     if not workers:
@@ -106,7 +92,8 @@ def ask_nodes(
     deadline = time.monotonic() + within_s
     by_node = group_pairs((worker.node_id, index) for index, worker in enumerate(workers))
     nodes = choose_alive(by_node, timeout_s=min(HEAD_S, within_s / 2)) if asks_head else by_node
-    asks = {node_id: ([what(workers[index]) for index in by_node[node_id]], *more) for node_id in nodes}
+    values = [worker.key for worker in workers] if values is None else values
+    asks = {node_id: ([values[index] for index in by_node[node_id]], *more) for node_id in nodes}
     for node_id, answers in run_on_nodes(function, asks, timeout_s=max(0.1, deadline - time.monotonic())).items():
         if isinstance(answers, Exception):
             if ray.is_initialized():  # otherwise another thread has ended Ray, and the workers with it
@@ -127,33 +114,29 @@ def late_workers(workers: Sequence[Member]) -> tuple[LateWorker, ...]:
     )
 
 
-def look_at_starts(workers: Sequence[Member]) -> list[WorkerLook | None]:
-    """Return where each worker stands whose constructor has not finished; None if its node does not answer in time."""
-
-    def identify(worker: Member) -> tuple[int, int, str]:
-        return *worker.key, worker.mark
-
-    rows = ask_nodes(workers, look_from_outside, 0.0, True, what=identify, within_s=STACKS_S, asks_head=False)
-    return [None if row is None else WorkerLook(row["pid"], find_innermost(row["stacks"])) for row in rows]
+def look_at_starts(workers: Sequence[Member]) -> list[Any]:
+    """Return what `look_from_outside` says of workers that start; None if a node does not answer in time."""
+    marked = [(*worker.key, worker.mark) for worker in workers]
+    return ask_nodes(workers, look_from_outside, 0.0, True, values=marked, within_s=STACKS_S, asks_head=False)
 
 
 def cancel_calls(
     calls: Sequence[tuple[Member, Any]], *, in_order: bool = False, within_s: float | None = None
-) -> list[int]:
-    """Cancel each worker's part of a call, given by its future; return the ranks that may still run the method.
+) -> list[Member]:
+    """Cancel requests to workers, given by their futures; return the workers that may still run one of them.
 
     The record of a worker prevents that a method starts. Ray cancels coroutines, and drops values of cancelled tasks.
 
     Of workers that run their methods `in_order`, Ray has to cancel only methods that run. If Ray 2.60 cancels a call to
     such a worker before it is delivered, the worker waits 30 s for that call and then refuses the calls behind it.
     """
-    tasks = {worker.rank: (worker.key, task_of(future)) for worker, future in calls}
+    tasks = [(worker.key, task_of(future)) for worker, future in calls]
     workers = [worker for worker, _ in calls]
-    running = ask_nodes(workers, cancel_tasks, what=lambda worker: tasks[worker.rank], within_s=within_s)
-    for (_, future), runs in zip(calls, running, strict=True):
+    running = ask_nodes(workers, cancel_tasks, values=tasks, within_s=within_s)
+    for future, runs in zip([future for _, future in calls], running, strict=True):
         if runs is not False or not in_order:  # also if the node has not answered
             ray.cancel(future)
-    return [worker.rank for worker, runs in zip(workers, running, strict=True) if runs is not False]
+    return [worker for worker, runs in zip(workers, running, strict=True) if runs is not False]
 
 
 def find_killed(workers: Sequence[Member], within_s: float) -> dict[Member, str]:
@@ -162,7 +145,8 @@ def find_killed(workers: Sequence[Member], within_s: float) -> dict[Member, str]
     A node that does not answer `VERDICT_S` after the time of the caller gives none.
     """
     limit_s = within_s + VERDICT_S
-    verdicts = ask_nodes(workers, read_verdicts, what=attrgetter("actor_id"), within_s=limit_s, asks_head=False)
+    actors = [worker.actor_id for worker in workers]
+    verdicts = ask_nodes(workers, read_verdicts, values=actors, within_s=limit_s, asks_head=False)
     return {
         worker: f"its process and its descendants held {verdict[0]:,} bytes of memory, over its memory_limit of "
         f"{verdict[1]:,} bytes"

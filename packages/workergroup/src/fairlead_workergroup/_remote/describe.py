@@ -17,7 +17,6 @@ def describe(target: Any, asks: Sequence[dict[str, Any]] = (), more: Sequence[st
     cls = undecorate(decorated)
     methods: dict[str, tuple[str, Any]] = {}
     full_names: dict[str, str] = {}
-    backpressure: dict[str, int] = {}
     refused: list[str] = []
     is_async = False  # as Ray decides whether methods overlap
     for name in dir(cls):
@@ -30,20 +29,17 @@ def describe(target: Any, asks: Sequence[dict[str, Any]] = (), more: Sequence[st
         if name.startswith("_") and name not in more:
             continue
         kind = kind_of(function)
-        methods[name] = kind, _parameters(getattr(cls, name), bound=bound)
+        methods[name] = kind, _signature(getattr(cls, name), bound=bound)
         full_names[name] = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-        options = _method_options(function, kind)
-        limit = options.get(_BACKPRESSURE)
-        if isinstance(limit, int) and limit > 0 and kind in ("generator", "async_generator"):
-            backpressure[name] = options.pop(_BACKPRESSURE)
-        refused += [f"{name} uses @ray.method({option}={value!r})" for option, value in options.items()]
+        # Ray stores the options of `@ray.method` as attributes of the function.
+        given = [(key, value) for key, value in getattr(function, "__dict__", {}).items() if key.startswith("__ray_")]
+        refused += [f"{name} uses @ray.method({key[6:-2]}={value!r})" for key, value in given]
     options = dict(getattr(decorated, "_default_options", None) or {})
     configure = getattr(cls, "configure_worker", None)
     return {
         "name": cls.__name__,
         "methods": methods,
         "full_names": full_names,
-        "backpressure": backpressure,
         "options": options,
         "refused": refused,
         "is_async": is_async,
@@ -63,28 +59,6 @@ def _configure(configure: Any, ask: dict[str, Any]) -> tuple[dict[str, Any], ...
     return tuple(dict(part or {}) for part in answer)
 
 
-_BACKPRESSURE = "_generator_backpressure_num_objects"
-# The options of @ray.method, each with the values that change nothing. Ray stores an option as an attribute of the
-# function, without the underscore with which some of the names begin.
-_NO_CHANGE: dict[str, tuple[Any, ...]] = {
-    "concurrency_group": (),
-    "enable_task_events": (True,),
-    _BACKPRESSURE: (-1,),
-    "max_task_retries": (0,),
-    "num_returns": (),
-    "_num_objects_per_yield": (1,),
-    "retry_exceptions": (False,),
-    "tensor_transport": (),
-}
-
-
-def _method_options(function: Any, kind: str) -> dict[str, Any]:
-    """Return the options of a method from `@ray.method`, without those that change nothing."""
-    no_change = {**_NO_CHANGE, "num_returns": ("streaming",) if "generator" in kind else (1,)}
-    given = {option: getattr(function, f"__ray_{option.lstrip('_')}__", None) for option in no_change}
-    return {option: value for option, value in given.items() if value is not None and value not in no_change[option]}
-
-
 def kind_of(function: Any) -> str:
     """Return the kind of a method: plain, generator, async or async_generator."""
     kind = _kind_of_code(function)
@@ -100,15 +74,16 @@ def _kind_of_code(function: Any) -> str:
     return "generator" if inspect.isgeneratorfunction(function) else "plain"
 
 
-def _parameters(function: Any, bound: bool) -> Any:
-    """Return (name, kind, required) of each parameter but `self`, of the function that is called; None if unknown."""
+def _signature(function: Any, bound: bool) -> inspect.Signature | None:
+    """Return the signature without `self` of the function that is called, as plain data; None if it is unknown."""
     try:
         parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
     except (TypeError, ValueError):
         return None
     if not bound and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
         del parameters[0]  # self; the function of a decorator often has it among *args
-    return [(p.name, p.kind.name, p.default is p.empty) for p in parameters]
+    plain = [p.replace(annotation=p.empty, default=p.default if p.default is p.empty else ...) for p in parameters]
+    return inspect.Signature(plain)
 
 
 def load(target: Any) -> type:

@@ -74,11 +74,9 @@ class WorkerHost:
             raise refusal
         if "plan" in how:
             flat, kwargs = _regroup(how["plan"], flat)
-        return (
-            self._fairlead_function(method, *flat, **kwargs)
-            if "function" in how
-            else getattr(self, method)(*flat, **kwargs)
-        )
+        if "function" in how:
+            return self._fairlead_function(method, *flat, **kwargs)
+        return getattr(self, method)(*flat, **kwargs)
 
     def _fairlead_call(self, how: Mapping[str, Any], /, *flat: Any, **kwargs: Any) -> Any:
         """Run a method or a function; see `_fairlead_begin`. With `silent`, drop its result, so that nothing is stored.
@@ -326,26 +324,17 @@ def _regroup(plan: list[Any], flat: Sequence[Any]) -> tuple[list[Any], dict[str,
     return args, kwargs
 
 
-def host_class(
-    name: str,
-    kinds: Mapping[str, str],
-    *,
-    concurrent: bool,
-    backpressure: Mapping[str, int],
-) -> type:
+def host_class(name: str, kinds: Mapping[str, str], *, concurrent: bool) -> type:
     """Return a subclass of WorkerHost with one delegating method for each method of the user's class.
 
     There is a method for each method instead of one generic call, because Ray streams only from real generator methods,
     and because arguments inside a container are serialised as separate objects, which makes every call slower.
 
-    Unless they are `concurrent`, one method runs at a time, whatever its kind. `backpressure` has how many items a
-    generator method may be ahead of its reader.
+    Unless they are `concurrent`, one method runs at a time, whatever its kind.
     """
     base, delegate = (ConcurrentHost, _concurrent_delegate) if concurrent else (WorkerHost, _delegate)
     names = ("__init__", *kinds, FUNCTION)
     members = {method: delegate(method, kind, number) for number, (method, kind) in enumerate(kinds.items(), 1)}
-    for method, limit in backpressure.items():
-        ray.method(_generator_backpressure_num_objects=limit)(members[method])
     for method, function in members.items():
         function.__name__ = method
         function.__qualname__ = f"{WorkerHost.__name__}.{method}"

@@ -15,7 +15,7 @@ from .record import open_record, read_record, write_cancelled
 from .stacks import dump_stacks
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-# A process, and what the identity of the worker begins with, which finds the process while it is not known.
+# A process, and the identity of the worker, which finds the process while it is not known.
 Registered = tuple[int, int, str]
 
 
@@ -89,8 +89,7 @@ def _find_starting(workers: Sequence[Registered]) -> list[Process]:
     if wanted:
         for pid, (_, _, started) in read_processes().items():
             for mark, itself in read_marks((pid, started)):
-                # An identity is the mark with the number of the incarnation.
-                index = wanted.get(mark.rpartition(b"-")[0] + b"-")
+                index = wanted.get(mark)
                 if itself and index is not None and started > processes[index][1]:
                     processes[index] = (pid, started)
     return processes

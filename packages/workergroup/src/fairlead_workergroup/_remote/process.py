@@ -33,11 +33,6 @@ LOOK_EVERY_S = 0.2
 GUARD_EVERY_S = 1.0
 
 
-def mark_of(group: str, rank: int) -> str:
-    """Return the prefix of the identities of all incarnations of a rank."""
-    return f"{group}-{rank}-"
-
-
 def mark_tree(identity: str) -> mmap.mmap:
     """Lead a process group and mark what this process starts from now on; keep the returned page, which forks share."""
     if os.getpgrp() != os.getpid():  # Ray 2.60 makes its workers leaders, and earlier versions do not
@@ -58,7 +53,7 @@ def find_trees(workers: set[Process], marks: Sequence[bytes], since: int) -> tup
     members: set[Process] = set()
     for pid, (_, _, started) in processes.items():
         own = read_marks((pid, started)) if started >= since else []
-        if ours := [itself for mark, itself in own if (mark + b"-").startswith(tuple(marks))]:
+        if ours := [itself for mark, itself in own if mark in marks]:
             (workers if any(ours) else members).add((pid, started))
     # A worker may have ended. While its process group has members, no other process gets its pid. Later, a daemon or a
     # reaper may run in a group of this number. Its leader, which has ended too, led a session, as no worker.
@@ -77,7 +72,7 @@ def end_trees(
 ) -> list[Process]:
     """Wait for workers, then end what they have started with SIGTERM; kill what lasts longer, and return what is alive.
 
-    `marks` are what the identities of the workers begin with: they find workers whose processes are not known.
+    `marks` are the identities of the workers: they find workers whose processes are not known.
     """
     deadline = time.monotonic() + within_s
     known = set(workers)
@@ -117,8 +112,8 @@ def reap(worker: Process, identity: str, is_over: Callable[[float], bool], limit
             send_signal(tree, signal.SIGKILL)
             break
     time.sleep(LOOK_EVERY_S)  # a process that starts its program has no mark for a moment
-    # A worker whose raylet has ended may be alive. The mark is not the beginning of another identity.
-    end_trees([worker], [f"{identity}-"], WORKER_GRACE_S, CHILD_GRACE_S)
+    # A worker whose raylet has ended may be alive.
+    end_trees([worker], [identity], WORKER_GRACE_S, CHILD_GRACE_S)
 
 
 def find_descendants(worker: Process) -> list[Process]:

@@ -12,8 +12,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -45,7 +44,6 @@ def set_up(facts: dict[str, Any], record: Record) -> Any:
     fixed = show_devices(facts.pop("devices", {}), facts["env"])
     os.environ.update(fixed)
     facts.update(env={**facts["env"], **fixed}, fixed=tuple(fixed))
-    add_to_path(facts["path"])
     page = None
     if "tree" in facts:
         page, limit = mark_tree(facts["tree"]), facts.pop("memory_limit")
@@ -55,18 +53,6 @@ def set_up(facts: dict[str, Any], record: Record) -> Any:
     published.__dict__.update(facts=facts, record=record)
     sys.modules["_fairlead_worker"] = published
     return page
-
-
-def add_to_path(entries: Sequence[str]) -> None:
-    """Put entries of PYTHONPATH into `sys.path` before Python's own modules, where a new Python would have them."""
-    if not entries:
-        return
-    rest = [path for path in sys.path if path not in entries]
-    library = os.path.dirname(os.__file__)
-    index = rest.index(library) if library in rest else 0
-    sys.path[:] = [*rest[:index], *dict.fromkeys(entries), *rest[index:]]
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join([*entries, *(path for path in inherited if path)])
 
 
 def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
@@ -81,12 +67,6 @@ def show_devices(facts: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, 
     shown: dict[str, list[str] | None] = {}
     for kind, ids in own.items():
         near = [device for slot in facts["slots"] for device in slot.get(kind, ())]
-        shared = [device for device in ids if Counter(near)[device] > 1]
-        if shared and not facts["share"]:
-            raise RuntimeError(
-                f"other workers of the group on this node have {kind} {', '.join(shared)} too. Reserve a whole device "
-                "for each worker, or pass worker=WorkerOptions(share_devices=True)."
-            )
         seen = dict.fromkeys([*near, *ids]) if facts["visible"] == "node" else ids
         shown[kind] = limit_devices(kind, list(seen), env)
     kind, ids = next(iter(own.items()))

@@ -9,13 +9,10 @@ import copy
 import fnmatch
 import functools
 import logging
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
-
-import ray
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from fairlead_placement import Slot
 from fairlead_venvs import VenvError, VenvNodesError, VenvSpec, ensure_worker_env, known_actor_environments
@@ -24,8 +21,6 @@ from .._model import Place
 from ..exceptions import WorkerStartError
 
 logger = logging.getLogger(__name__)
-
-EnvVars: TypeAlias = Mapping[str, str] | Callable[[Place], Mapping[str, str]]
 
 NONE: Mapping[str, str] = {}
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -50,61 +45,40 @@ LOADER = (
     "TZ",
     "*SAN_OPTIONS",
 )
-# The group sets these options, which decide where an actor runs, its name, and its restarts; what to use instead.
-_OURS = {
-    "accelerator_type": "label_selector of the cluster",
-    "allow_out_of_order_execution": "",
-    "fallback_strategy": "",
-    "get_if_exists": "",
-    "label_selector": "",
-    "lifetime": "",
-    "max_restarts": "restart=Restart(...)",
-    "max_task_retries": "",
-    "name": "name_prefix=",
-    "namespace": "",
-    "num_cpus": "cpus_per_worker of the cluster",
-    "num_gpus": "use_gpus or accelerators of the cluster",
-    "placement_group": "",
-    "placement_group_bundle_index": "",
-    "placement_group_capture_child_tasks": "",
-    "scheduling_strategy": "",
-}
-# Parts of a `runtime_env` that choose another Python, and the variables.
-_OURS_IN_ENV = ("conda", "container", "env_vars", "image_uri", "pip", "py_executable", "uv")
+# The group sets these options of a class's own `@ray.remote`, which decide where an actor runs, its name, and restarts.
+_OURS = (
+    "accelerator_type",
+    "allow_out_of_order_execution",
+    "fallback_strategy",
+    "get_if_exists",
+    "label_selector",
+    "lifetime",
+    "max_restarts",
+    "max_task_retries",
+    "name",
+    "namespace",
+    "num_cpus",
+    "num_gpus",
+    "placement_group",
+    "placement_group_bundle_index",
+    "placement_group_capture_child_tasks",
+    "scheduling_strategy",
+)
 
 
-@dataclass(frozen=True)
-class WorkerEnvironment:
-    """The environment of one worker, split by who sets it."""
-
-    variables: Mapping[str, str] = field(default_factory=dict)  # set by the host before it imports the user's class
-    loader_variables: Mapping[str, str] = field(default_factory=dict)  # set by Ray, in a new process
-    # The entries of PYTHONPATH, which has no effect in a running process: the host puts them before Python's own.
-    path: tuple[str, ...] = ()
-
-
-def variables_at(env_vars: EnvVars, place: Place) -> Mapping[str, str]:
-    """Return the user's variables of the worker at a place."""
-    if not callable(env_vars):
-        return env_vars
-    if not isinstance(given := env_vars(place), Mapping):
-        raise TypeError(f"env_vars must return a mapping from names to strings for each place, got {given!r}")
-    return check_env_vars(given, is_logged=False)  # it is asked for each place, and again when the group changes
-
-
-def check_env_vars(env_vars: Mapping[str, str] | None, *, is_logged: bool = True) -> dict[str, str]:
+def check_env_vars(env_vars: Mapping[str, str] | None) -> dict[str, str]:
     """Return a copy without the names that Ray or the group sets, which are logged; refuse what is not text.
 
     A driver under torchrun, Slurm or KubeRay has such names in the `os.environ` that its user passes on.
     """
     env_vars = {} if env_vars is None else env_vars
     if not isinstance(env_vars, Mapping):
-        raise TypeError(f"env_vars must be a mapping from names to strings, or a function of a place, got {env_vars!r}")
+        raise TypeError(f"env_vars must be a mapping from names to strings, got {env_vars!r}")
     for name, value in env_vars.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env_vars must map names to strings, got {name!r}: {type(value).__name__}")
     dropped = sorted(name for name in env_vars if _matches(name, NEVER) and name not in OF_FRAMEWORKS)
-    if dropped and is_logged:
+    if dropped:
         logger.warning(
             "Workers do not get %s of env_vars: the group sets the variables of ranks, Ray chooses the devices, and "
             "RAY_* belongs to each process.",
@@ -114,7 +88,7 @@ def check_env_vars(env_vars: Mapping[str, str] | None, *, is_logged: bool = True
 
 
 def start_variables(env_vars: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are read only when a process starts, including PYTHONPATH."""
+    """Return the variables that are read only when a process starts, such as PYTHONPATH."""
     return {name: value for name, value in env_vars.items() if _matches(name, LOADER)}
 
 
@@ -131,32 +105,22 @@ def worker_environment(
     of_user: Mapping[str, str] = NONE,
     of_rank: Mapping[str, str] = NONE,
     configured: Mapping[str, str] = NONE,
-) -> WorkerEnvironment:
-    """Merge the variables of all sources, those of the driver as `forwarded_variables` returns them."""
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables that the host sets before it imports the user's class, and those that need a new process.
+
+    Those of the driver are as `forwarded_variables` returns them.
+    """
     overridden = sorted(name for name in configured if name in of_rank or name in of_user)
     if overridden:
         logger.warning("configure_worker overrides %s for rank %s", ", ".join(overridden), of_rank.get("RANK", "?"))
     merged = {**of_class, **driver, **of_user, **of_slot, **of_rank, **configured}
-    path = merged.pop("PYTHONPATH", "")
-    return WorkerEnvironment(
-        variables={n: v for n, v in merged.items() if not _matches(n, LOADER)},
-        loader_variables=start_variables(merged),
-        path=tuple(entry for entry in path.split(os.pathsep) if entry),
-    )
+    return {n: v for n, v in merged.items() if not _matches(n, LOADER)}, start_variables(merged)
 
 
 # The workers of a group have the same variables.
 @functools.lru_cache(maxsize=4096)
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-@dataclass(frozen=True)
-class WorkerPython:
-    """The Python of the workers, with its own `variables`. An empty `runtime_env` lets Ray use prestarted processes."""
-
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)  # by which tools find their environment
 
 
 def choose_python(python: str | VenvSpec | None, class_name: str) -> str | VenvSpec | None:
@@ -168,47 +132,39 @@ def choose_python(python: str | VenvSpec | None, class_name: str) -> str | VenvS
     return None if python == sys.executable else python
 
 
-def prepare_python(python: str | VenvSpec | None, nodes: Sequence[str], *, timeout_s: float) -> WorkerPython:
-    """Build the Python on the nodes where workers will start, and check that it has the cluster's Python and Ray."""
+def prepare_python(python: str | VenvSpec | None, nodes: Sequence[str], *, timeout_s: float) -> Mapping[str, Any]:
+    """Build the Python on the nodes where workers will start, check its versions, and return the `runtime_env` for it.
+
+    It is empty for the driver's own Python, so that Ray can use prestarted processes.
+    """
     if python is None:
-        return WorkerPython()
+        return {}
     try:
-        ready = ensure_worker_env(python, nodes=list(dict.fromkeys(nodes)), timeout_s=timeout_s)
+        return ensure_worker_env(python, nodes=list(dict.fromkeys(nodes)), timeout_s=timeout_s).runtime_env
     except VenvError as error:
         reasons = "\n".join(map(str, error.exceptions if isinstance(error, VenvNodesError) else [error]))
         raise WorkerStartError(f"{python!r} cannot run the workers:\n{reasons}") from error
-    env_vars = dict(ready.runtime_env.get("env_vars", {}))
-    of_venv = [name for name in ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT") if name in env_vars]
-    variables = {name: env_vars.pop(name) for name in of_venv}
-    return WorkerPython({**ready.runtime_env, "env_vars": env_vars}, variables)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """The accelerators of its node that a worker sees, the Ray options of its actor, and the master port.
+    """The accelerators of its node that a worker sees, and the master port.
 
     Attributes:
         visible_devices: which accelerators a worker with accelerators sees. "own": those of its slot, and LOCAL_RANK is
             0, as code expects that runs one process for each device. "node": those of all workers of the group on its
             node, in the order of the ranks, and LOCAL_RANK is the index of its first one, as with torchrun.
-        share_devices: let workers of the group have the same device, such as parts of one. Otherwise such a worker does
-            not start.
-        ray_options: options of Ray's actors, such as `{"runtime_env": {"nsight": "default"}}`, merged over those of the
-            class. Those that the group sets, which decide for example where a worker runs, are refused.
         master_port: the master port, or the first and the last port of a range of which one is leased on the node of
             rank 0; None for the `port_range` of the cluster. With one port, all epochs have the same, and the group
             cannot be resized, because a resize needs a second port while the old workers use the first.
     """
 
     visible_devices: Literal["own", "node"] = "own"
-    share_devices: bool = False
-    ray_options: Mapping[str, Any] = field(default_factory=dict)
     master_port: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.visible_devices not in ("own", "node"):
             raise ValueError(f"visible_devices must be 'own' or 'node', got {self.visible_devices!r}")
-        check_ray_options(self.ray_options)
         read_master_ports(self)
 
 
@@ -233,7 +189,6 @@ def device_facts(place: Place, near: Sequence[Slot], chosen: WorkerOptions) -> d
         return {}
     return {
         "visible": chosen.visible_devices,
-        "share": chosen.share_devices,
         "slots": [dict(slot.accelerators) for slot in near],
         "local_rank": place.local_rank,
     }
@@ -264,24 +219,6 @@ def _merge(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, An
         else:
             merged[name] = copy.deepcopy(value)
     return merged
-
-
-def check_ray_options(options: object) -> None:
-    """Refuse Ray options of a group that are not options, or that the group sets."""
-    if not isinstance(options, Mapping):
-        raise TypeError(f"ray_options must be a dict of Ray options, got {options!r}")
-    ours = {repr(name): _OURS[name] for name in options if name in _OURS}
-    for name in options.get("runtime_env") or {}:
-        if name in _OURS_IN_ENV:
-            ours[f"'runtime_env' with {name!r}"] = "env_vars=" if name == "env_vars" else "python="
-    if ours:
-        texts = [f"{name} (use {instead})" if instead else name for name, instead in ours.items()]
-        raise ValueError(f"ray_options has {', '.join(texts)}, which the group sets itself: remove it")
-    if options:
-        try:
-            ray.remote(**options)(type("Worker", (), {}))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"ray_options: {error}") from None
 
 
 def check_concurrency(options: Mapping[str, Any], *, concurrent: bool) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -38,7 +38,6 @@ class Method:
     kind: str  # plain, generator, async or async_generator
     signature: inspect.Signature | None  # None if Python cannot tell
     function: Any = None  # pickled, or a reference to that; None for a method
-    backpressure: int | None = None  # after so many items a generator waits until one is read
 
     @cached_property
     def result(self) -> str:
@@ -51,18 +50,16 @@ class Method:
         named = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         return named[number] if number < len(named) else number
 
-    @cached_property
-    def check(self) -> Callable[[int, tuple[str, ...]], None]:
+    def check(self, count: int, names: Iterable[str]) -> None:
         """Raise the `TypeError` that a call would raise, for a number of positional arguments and others by name."""
-
-        def check(count: int, names: tuple[str, ...]) -> None:
-            try:
-                if self.signature is not None:
-                    self.signature.bind(*range(count), **dict.fromkeys(names))
-            except TypeError as error:
-                raise TypeError(f"{self.name}{self.signature}: {error}") from None
-
-        return functools.lru_cache(64)(check)  # a call fits or not whatever the values are
+        try:
+            if self.signature is not None:
+                self.signature.bind(*range(count), **dict.fromkeys(names))
+        except TypeError as error:
+            parameters = str(self.signature).replace("Ellipsis", "...")  # stands for a default
+            is_timeout = "unexpected" in str(error) and "timeout" in str(error)
+            hint = ". Did you mean timeout, the option of call?" if is_timeout else ""
+            raise TypeError(f"{self.name}{parameters}: {error}{hint}") from None
 
 
 @dataclass(frozen=True)
@@ -85,10 +82,7 @@ class WorkerClass:
         return cls(
             data["target"],
             data["class"],
-            {
-                name: Method(name, kind, _signature(parameters), backpressure=limit)
-                for name, kind, parameters, limit in data["methods"]
-            },
+            {method[0]: Method(*method) for method in data["methods"]},
             concurrent=data["concurrent"],
             full_names=data["full_names"],
             plain=data,
@@ -103,17 +97,12 @@ class WorkerClass:
     def actor_class(self) -> Any:
         """The generated class that hosts it, as a Ray actor class."""
         kinds = {method.name: method.kind for method in self.methods.values()}
-        limits = {m.name: m.backpressure for m in self.methods.values() if m.backpressure is not None}
-        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent, backpressure=limits))
+        return ray.remote(host_class(self.name, kinds, concurrent=self.concurrent))
 
-    def find(self, method: "str | Callable[..., Any] | Method") -> Method:
-        """Return what `method` does; a `Method` is returned as it is."""
+    def method(self, method: "str | Callable[..., Any] | Method") -> Method:
+        """Return the method for its name, for a method of the class, or for any other function."""
         if isinstance(method, Method):
             return method
-        return (self.methods.get(method) if isinstance(method, str) else None) or self.method(method)
-
-    def method(self, method: str | Callable[..., Any]) -> Method:
-        """Return the method for a method's name, a method of the class, or any other function."""
         if not isinstance(method, str):
             function = _without_ray(method)
             name = self._name_of(function)
@@ -151,13 +140,6 @@ class WorkerClass:
                 "or return a list"
             )
         return Method(name, kind, signature, pickle_function(function))
-
-
-@dataclass
-class Described:
-    """The class of the workers of a group, as it is described now."""
-
-    worker_class: WorkerClass
 
 
 def full_name(worker: Any) -> str:
@@ -229,13 +211,12 @@ def describe_class(
             f"{answer['name']}: {'; '.join(refused)}: a worker of a group cannot have this option of a method. "
             "Remove the option, or create this actor without a group."
         )
-    limits = answer["backpressure"]
     plain = {
         "class": answer["name"],
         "target": target if isinstance(target, str) else "",
         "concurrent": answer["is_async"] if concurrent == "auto" else concurrent,
         "full_names": answer["full_names"],
-        "methods": [(name, *described, limits.get(name)) for name, described in answer["methods"].items()],
+        "methods": [(name, *described) for name, described in answer["methods"].items()],
     }
     return replace(
         WorkerClass.from_dict(plain),
@@ -333,8 +314,8 @@ class RayWorkerBuilder:
         own = {"num_gpus": num_gpus, **resources, **({"runtime_env": overrides} if overrides else {})}
         options = recursive_merge_options(recursive_merge_options(described.options, own), extra_options)
         check_concurrency(options, concurrent=False)
-        environment = worker_environment(configured=env_vars)
-        if loader := dict(environment.loader_variables):
+        variables, loader = worker_environment(configured=env_vars)
+        if loader:
             options = recursive_merge_options(options, {"runtime_env": {"env_vars": loader}})
         options.setdefault("num_cpus", 1)
         handle = described.actor_class.options(
@@ -344,7 +325,7 @@ class RayWorkerBuilder:
             ),
         ).remote()
         arguments = Arguments()
-        facts = {"env": dict(environment.variables), "path": list(environment.path)}
+        facts = {"env": variables}
         ready = handle._fairlead_start.remote(
             facts,
             [arguments.prepare(described.target)],
@@ -393,33 +374,7 @@ def _unbound(function: Any) -> Any:
 def _without_ray(function: Any) -> Any:
     """Return the user's own method for a method of a `@ray.remote` class, which wraps its methods."""
     owner = getattr(function, "__self__", None)
-    if not isinstance(owner, ActorClass):
-        return function
-    cls = undecorate(owner)
-    for name in dir(cls):
-        if getattr(getattr(owner, name, None), "__func__", None) is function.__func__:
-            return getattr(cls, name)
-    return function
-
-
-class _Default:
-    """Stands for the default of a parameter, which the driver does not know."""
-
-    def __repr__(self) -> str:
-        return "..."
-
-
-def _signature(parameters: Sequence[tuple[str, str, bool]] | None) -> inspect.Signature | None:
-    if parameters is None:
-        return None
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                name, getattr(inspect.Parameter, kind), default=inspect.Parameter.empty if required else _Default()
-            )
-            for name, kind, required in parameters
-        ]
-    )
+    return getattr(undecorate(owner), function.__name__, function) if isinstance(owner, ActorClass) else function
 
 
 def function_name(function: Callable[..., Any]) -> str:
