@@ -18,6 +18,8 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import kill
 
+from ..calling import wait_for
+
 
 class TestStreams:
     def test_items_by_arrival(self, group):
@@ -60,7 +62,7 @@ class TestStreams:
         with pytest.raises(WorkerGroupError, match="are not kept"):
             call.result()
         with pytest.raises(WorkerGroupError, match="are not kept"):
-            asyncio.run(_result_of(call))
+            asyncio.run(wait_for(call))
         assert [type(outcome.error) for outcome in call.outcomes()] == [WorkerGroupError] * 4
         empty = group.at(dp=0).call("items", 0)
         assert list(empty.stream()) == []
@@ -143,10 +145,6 @@ class TestStreams:
         kill(doomed, 1)
         with pytest.raises(WorkerFailureError, match="rank 1"):
             doomed.get_all_worker_results([failing.futures[0], lost.futures[0]])
-
-
-async def _result_of(call):
-    return await call
 
 
 class TestAsync:
@@ -338,7 +336,7 @@ class TestBackpressure:
                         path.unlink()
                 everything = list(range(1, 100))
                 assert group.call("items", 99).result(timeout=60) == [everything]
-                assert asyncio.run(awaited(group.call("items", 99))) == [everything]
+                assert asyncio.run(wait_for(group.call("items", 99))) == [everything]
                 assert [outcome.value for outcome in group.call("items", 99, values=None)] == [everything]
                 waiting = group.call("items", 99)
                 assert waiting.wait(timeout=60)
@@ -346,10 +344,6 @@ class TestBackpressure:
                 assert group.call("items", 99, discard=True).result(timeout=60) is None
         finally:
             sys.modules.pop("ahead_module", None)
-
-
-async def awaited(call):
-    return await call
 
 
 class Overlapping:
