@@ -98,10 +98,3 @@ def test_remedies(kind):
     for scope in ("worker", "group"):
         policy = RestartPolicy(on_failure=True, max_restarts=1, scope=scope)
         assert "`Restart(method=...)`" in policy.remedy(SimpleNamespace(restarts=0), [])
-
-
-def test_arguments_of_timeouts():
-    """A timeout keeps all of its arguments, although an OSError keeps two."""
-    error = CallTimeoutError("step", 2.5, 8, (), "because")
-    assert error.args == ("step", 2.5, 8, (), "because")
-    assert error.errno is None
