@@ -114,6 +114,11 @@ class Child:
         os._exit(1)
 
 
+async def wait_for(call):
+    """Wait for a call in a coroutine, which `asyncio.run` takes."""
+    return await call
+
+
 class Acting:
     """A value that does something when it is first pickled, which is between the plan of a call and its delivery."""
 

@@ -47,14 +47,6 @@ def test_refused_before_anything_is_sent(group, requests):
     assert requests == ["rank"] * 8
 
 
-def test_a_large_container_is_stored_once(group, puts, requests):
-    """Stored values are counted, and the object store has one copy for all workers."""
-    call = group.call("echo", ["x" * 10_000] * 16)
-    assert (len(puts), requests) == (1, ["echo"] * 8)
-    assert puts[0] > 10_000
-    assert call.result()[3] == ((["x" * 10_000] * 16,), {})
-
-
 @pytest.mark.parametrize(
     ("value", "inlined"),
     [

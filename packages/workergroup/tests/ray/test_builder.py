@@ -11,20 +11,6 @@ from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerStartEr
 from ..faults import limit_starts_of_single_workers
 
 
-class Three:
-    """A worker with the short form of `configure_worker`: two parameters, three results."""
-
-    def __init__(self, tag="unset"):
-        self.tag = tag
-
-    @staticmethod
-    def configure_worker(num_gpus, bundle_indices):
-        return None, {"TAG": "x"}, {"tag": f"{num_gpus} {bundle_indices}"}
-
-    def read_identity(self):
-        return self.tag, os.environ["TAG"]
-
-
 class Wrong:
     @staticmethod
     def configure_worker(num_gpus, bundle_indices):
@@ -42,33 +28,12 @@ class Plain:
         yield from range(n)
 
 
-def read_identity(group):
-    return group.get_all_worker_results(group.run_all_workers_single_data("read_identity"))
-
-
-class TestConfigureWorker:
-    def test_three_results(self, cluster):
-        """For a class that is given by its full name it runs on the workers' side, without overrides."""
-        with RayWorkerGroup(cluster, f"{Three.__module__}.Three", workers_per_node=2) as group:
-            assert read_identity(group) == [("0 (0, [0])", "x"), ("0 (0, [1])", "x")]
-
-    def test_wrong_result(self, cluster):
-        """Any other result is refused, wherever the class is inspected."""
-        with pytest.raises(TypeError, match="configure_worker must return"):
-            RayWorkerGroup(cluster, Wrong)
-        with pytest.raises(WorkerStartError, match="configure_worker must return"):
-            RayWorkerGroup(cluster, f"{Wrong.__module__}.Wrong")
-
-    def test_more_than_the_slot_holds(self, cluster):
-        """Resources that the bundle cannot hold are refused before any worker is launched."""
-
-        class Greedy:
-            @staticmethod
-            def configure_worker(num_gpus, bundle_indices):
-                return {"num_gpus": 1}, {}, {}
-
-        with pytest.raises(ValueError, match="A worker requests 1 GPU, but its bundle holds 0"):
-            RayWorkerGroup(cluster, Greedy)
+def test_wrong_result_of_configure_worker(cluster):
+    """A result without three or four parts is refused, wherever the class is inspected."""
+    with pytest.raises(TypeError, match="configure_worker must return"):
+        RayWorkerGroup(cluster, Wrong)
+    with pytest.raises(WorkerStartError, match="configure_worker must return"):
+        RayWorkerGroup(cluster, f"{Wrong.__module__}.Wrong")
 
 
 class TestOneWorker:

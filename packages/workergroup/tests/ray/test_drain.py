@@ -2,6 +2,7 @@
 """Groups on several nodes: ranks that move, and nodes that drain or are lost."""
 
 import os
+import time
 
 import pytest
 import ray
@@ -143,3 +144,15 @@ def test_no_slot_of_a_node_that_ends(cluster, ends):
         group.resize(worker=2)
         with pytest.raises(ValueError, match=r"3 more worker\(s\) need as many free slots, and there are 2"):
             group.resize(worker=5)
+
+
+def test_a_node_that_drains(cluster):
+    """A rank leaves a node that Ray drains."""
+    reserved, head, first, _ = cluster
+    with start(reserved, {head: 1, first: 1}) as group:
+        rank = where(group).index(first)
+        client = ray._private.worker.global_worker.gcs_client
+        assert client.drain_node(first, 2, "maintenance", int((time.time() + 600) * 1000))[0]
+        assert group.restart([rank], elsewhere=True, timeout=60) == [rank]
+        assert first not in where(group)
+    ray.shutdown()  # the node cannot be used again

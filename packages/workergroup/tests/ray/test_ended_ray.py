@@ -11,6 +11,8 @@ import ray
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerBuilder, RayWorkerGroup, WorkerGroupError, current_worker
 
+from ..calling import wait_for
+
 
 class Worker:
     def answer(self, number=1):
@@ -46,10 +48,6 @@ def ended():
     return cluster, group, answered, streaming, classic
 
 
-async def value_of(call):
-    return await call
-
-
 def test_requests(ended):
     """Requests raise, whether or not another Ray runs; the shutdown of the group succeeds and affects neither."""
     cluster, group, answered, streaming, classic = ended
@@ -69,7 +67,7 @@ def test_requests(ended):
             answered.cancel,
             lambda: list(answered),
             lambda: list(streaming.stream()),
-            lambda: asyncio.run(value_of(answered)),
+            lambda: asyncio.run(wait_for(answered)),
         ):
             with pytest.raises(WorkerGroupError, match="the Ray it was made on has been shut down; make a new group"):
                 ask()

@@ -8,6 +8,8 @@ import pytest
 
 from fairlead_workergroup import CallTimeoutError, WorkerGroupError
 
+from ..calling import wait_for
+
 
 def chain(error: BaseException) -> Iterator[BaseException]:
     """Return an error and the errors that a traceback shows before it."""
@@ -30,15 +32,11 @@ def internal_frames(error: BaseException) -> list[str]:
     return found
 
 
-async def awaited(call):
-    return await call
-
-
 @pytest.mark.parametrize(
     ("make", "most"),
     [
         (lambda group: group.call("fail", [3]).result(), 1),
-        (lambda group: asyncio.run(awaited(group.call("fail", [3]))), 2),
+        (lambda group: asyncio.run(wait_for(group.call("fail", [3]))), 2),
         (lambda group: group.get_all_worker_results(group.run_all_workers_single_data("fail", [3])), 1),
         (lambda group: list(group.call("items_then_fail", 1).stream()), 2),
         (lambda group: list(group.map("fail", [[0, 5]])), 2),

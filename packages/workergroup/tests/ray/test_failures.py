@@ -23,7 +23,6 @@ from fairlead_workergroup import (
     CallTimeoutError,
     RayWorkerBuilder,
     RayWorkerGroup,
-    Timeouts,
     WorkerFailureError,
     WorkerStartError,
     current_worker,
@@ -99,17 +98,6 @@ class Doomed:
             raise RuntimeError("outer") from error
 
 
-class Hanging:
-    """A worker whose constructor does not end on one rank."""
-
-    def __init__(self) -> None:
-        if os.environ["RANK"] == "1":
-            self.load_the_weights()
-
-    def load_the_weights(self) -> None:
-        time.sleep(600)
-
-
 @pytest.fixture
 def three(local_ray: None) -> Iterator[RayWorkerGroup]:
     with (
@@ -126,6 +114,7 @@ def test_all_dead_workers_are_named(three: RayWorkerGroup, how: str) -> None:
     call = three.call("wait") if how == "killed" else None
     if how == "exits":
         call = three.call("leave", "exit")
+        assert call.wait(60)  # on a busy machine, a worker may take a second longer to exit than another one
     else:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -162,18 +151,6 @@ def test_a_dead_worker_that_had_answered_is_named(three: RayWorkerGroup) -> None
     with pytest.raises(WorkerFailureError) as caught:
         call.result(timeout=60)
     assert [failure.rank for failure in caught.value.failures] == [0, 1, 2]
-
-
-def test_shut_down(local_ray: None) -> None:
-    """The loss of workers whose cluster was shut down has a kind of its own, and a remedy that works."""
-    with RayVirtualCluster([1], use_gpus=False) as cluster:
-        group = RayWorkerGroup(cluster, Doomed)
-        group.call("pid").result()
-        cluster.shutdown()
-        with pytest.raises(WorkerFailureError, match="create a new group") as caught:
-            group.call("pid", timeout=60).result()
-        assert [failure.kind for failure in caught.value.failures] == ["shut-down"]
-        group.shutdown()
 
 
 def test_a_result_that_cannot_be_pickled(three: RayWorkerGroup) -> None:
@@ -231,16 +208,6 @@ class NoModel:
         raise OSError("no model")
 
 
-def test_a_constructor_that_hangs(local_ray: None) -> None:
-    """The error says where the constructor stands, and in which process."""
-    with RayVirtualCluster([2], use_gpus=False) as cluster, pytest.raises(WorkerStartError) as caught:
-        RayWorkerGroup(cluster, Hanging, timeouts=Timeouts(start_s=12))
-    text = str(caught.value)
-    assert re.search(r"rank 1 .*, pid [1-9]\d*: at .*test_failures.py:\d+ in load_the_weights", text), text
-    assert "1 of 2 workers" in text
-    assert "rank 0" not in text
-
-
 def test_silent_head_and_agent(
     three: RayWorkerGroup,
     agent_pids: Callable[..., list[int]],
@@ -268,3 +235,18 @@ def test_silent_head_and_agent(
             assert time.monotonic() - began < 4.5
             assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "killed")]
         three.restart_failed_workers()
+
+
+@pytest.mark.nightly
+def test_resize_with_a_stopped_agent(
+    three: RayWorkerGroup,
+    agent_pids: Callable[..., list[int]],
+    stop_process: Callable[..., contextlib.AbstractContextManager[object]],
+) -> None:
+    """`resize(timeout=...)` returns by its deadline, also if the agent that leases the port does not answer."""
+    (agent,) = agent_pids()
+    with stop_process(agent):
+        began = time.monotonic()
+        with contextlib.suppress(Exception):
+            three.resize(dp=2, timeout=5)
+        assert time.monotonic() - began < 7

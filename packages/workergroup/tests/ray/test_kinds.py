@@ -17,6 +17,8 @@ from fairlead_workergroup import (
 )
 from fairlead_workergroup.testing import kill
 
+from ..calling import wait_for
+
 
 class TestStreams:
     def test_items_by_arrival(self, group):
@@ -59,7 +61,7 @@ class TestStreams:
         with pytest.raises(WorkerGroupError, match="are not kept"):
             call.result()
         with pytest.raises(WorkerGroupError, match="are not kept"):
-            asyncio.run(_result_of(call))
+            asyncio.run(wait_for(call))
         assert [type(outcome.error) for outcome in call.outcomes()] == [WorkerGroupError] * 4
         empty = group.at(dp=0).call("items", 0)
         assert list(empty.stream()) == []
@@ -142,10 +144,6 @@ class TestStreams:
         kill(doomed, 1)
         with pytest.raises(WorkerFailureError, match="rank 1"):
             doomed.get_all_worker_results([failing.futures[0], lost.futures[0]])
-
-
-async def _result_of(call):
-    return await call
 
 
 class TestAsync:

@@ -89,7 +89,9 @@ class TestOnRunningRay:
         """More workers than CPUs are refused with a table of what the nodes have."""
         with pytest.raises(ResourceInsufficientError, match="cannot hold 17 bundles") as caught:
             launch(Policy, workers=17)
-        assert "launch requested 17 worker(s) (worker=17) with cpus_per_worker=1 each" in caught.value.__notes__[0]
+        (note,) = caught.value.__notes__
+        assert "launch requested 17 worker(s) (worker=17) with cpus_per_worker=1 each" in note
+        assert "make a RayVirtualCluster" in note
         assert held_groups() == []
 
     def test_failed_constructor(self):

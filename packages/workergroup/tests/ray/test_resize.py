@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import ray
@@ -50,6 +51,10 @@ class Worker:
         self.started = current_worker().group_epoch
         if os.path.exists(os.environ.get("FAIL_TO_START", "")):
             raise OSError("no room")
+        hold = f"{os.environ.get('GATE', '')}.start{current_worker().rank}"
+        while os.path.exists(hold):
+            Path(f"{hold}.begun").touch()
+            time.sleep(0.02)
 
     def set_up(self):
         self.seen.append(self.facts())
@@ -145,6 +150,20 @@ def test_grow_and_shrink(cluster):
         assert added.call("rank").result() == [4, 5]
         assert [one.incarnation for one in group.get_worker_status()] == [0, 0, 1, 1, 1, 1, 0, 0]
         assert group.call("facts").result() == [(3, 8, group.master_port, 8)] * 8
+
+
+def test_calls_while_a_worker_starts(cluster, tmp_path, eventually):
+    """Calls go on while a resize waits for the constructor of a new worker."""
+    hold = tmp_path / "gate.start2"
+    hold.touch()
+    with make(cluster, env_vars={"GATE": f"{tmp_path}/gate"}) as group, ThreadPoolExecutor() as threads:
+        resized = threads.submit(group.resize, dp=3)
+        assert eventually((tmp_path / "gate.start2.begun").exists, 60)
+        assert group.call("facts", timeout=60).result() == [(0, 2, group.master_port, 2)] * 2
+        assert not resized.done()
+        hold.unlink()
+        assert resized.result() == 1
+        assert group.call("facts").result() == [(1, 3, group.master_port, 3)] * 3
 
 
 def test_calls_of_an_event_loop(group):

@@ -127,6 +127,7 @@ def test_cluster_shut_down(local_ray, bare):
             with pytest.raises(WorkerFailureError, match="The cluster of this group has been shut down") as caught:
                 asks()
             assert "create a new group" in caught.value.remedy
+            assert [failure.kind for failure in caught.value.failures] == ["shut-down"]
 
 
 @pytest.mark.smoke
@@ -260,15 +261,6 @@ def test_time_of_on_restart(make_group):
     group = make_group(restart=Restart(on_failure=True, method="slowly_load"), timeouts=Timeouts(call_s=0.5))
     die(group, 1)
     assert group.restart_failed_workers() == [1]
-
-
-def test_restart_after_forced_cancel(make_group, wait_until_running):
-    """A worker that cancel(force=True) has ended restarts like any lost worker."""
-    group = make_group(restart_on_failure=True)  # a keyword that stands for the field of `Restart`
-    call = group.at(dp=0).call("grow", 8)
-    wait_until_running(group, "grow", 0)
-    assert call.cancel(force=True) == [0]
-    assert group.call("double", 1).result() == [2] * 2
 
 
 def test_bad_methods_and_retries(make_group, lasting):

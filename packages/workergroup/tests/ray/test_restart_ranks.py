@@ -3,6 +3,7 @@
 
 import os
 import pickle
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from fairlead_workergroup import (
     RayWorkerBuilder,
     RayWorkerGroup,
     Restart,
+    StaleGroupError,
     WorkerFailureError,
     current_worker,
 )
@@ -131,3 +133,26 @@ def test_refusals(cluster):
                 group.restart([0, 1], elsewhere=True)
             assert group.restart([1], elsewhere=True) == [0, 1]
         assert [facts[:3] for facts in group.call("facts").result()] == [(0, 2, 2), (1, 2, 2)]
+
+
+def test_calls_of_a_handle(cluster):
+    """A call of a handle while ranks move fails as one of another epoch: no worker is lost."""
+    with RayWorkerGroup(cluster, Worker, workers_per_node=[2]) as group:
+        handle, errors, is_over = group.handle(), [], threading.Event()
+
+        def run():
+            while not is_over.is_set():
+                try:
+                    handle.call("facts", timeout=60).result()
+                except WorkerFailureError as error:
+                    errors.append(error)
+                except StaleGroupError:
+                    continue
+
+        caller = threading.Thread(target=run, daemon=True)
+        caller.start()
+        for _ in range(4):
+            group.restart([0, 1], elsewhere=True)
+        is_over.set()
+        caller.join(90)
+        assert errors == []

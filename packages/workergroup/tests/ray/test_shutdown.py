@@ -217,8 +217,7 @@ def test_cluster_shut_down_first(local_ray):
     assert find_running(processes) == []
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    script = f"""
+DRIVER = """
 import os, ray, sys
 from fairlead_placement import RayVirtualCluster
 from fairlead_workergroup import RayWorkerGroup
@@ -230,30 +229,20 @@ class Worker:
 ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
 cluster = RayVirtualCluster([1], use_gpus=False)
 group = RayWorkerGroup(cluster, Worker)
-pids = ray.get([worker.pid.remote() for worker in group.workers])
-{code}
-print(*pids)
+print(*group.call("pid").result())
 """
-    return subprocess.run(
-        [sys.executable, "-c", script, ray.get_runtime_context().gcs_address],
+
+
+def test_interpreter_exit(local_ray, eventually):
+    """A driver that ends without a shutdown leaves no process and prints nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, ray.get_runtime_context().gcs_address],
         capture_output=True,
         text=True,
         timeout=240,
         # Ray's own warnings are not ours, of some versions about their own future.
         env={**os.environ, "PYTHONWARNINGS": "ignore::FutureWarning"},
     )
-
-
-def test_after_ray_shutdown(local_ray):
-    """After the end of Ray there is nothing to end."""
-    done = run("ray.shutdown()\nprint(group.shutdown(), cluster.shutdown(), group.shutdown())")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2] == "True True True"
-
-
-def test_interpreter_exit(local_ray, eventually):
-    """A driver that ends without a shutdown leaves no process and prints nothing."""
-    done = run("")
     assert (done.returncode, done.stderr) == (0, "")
     processes = [int(pid) for pid in done.stdout.split()]
     assert len(processes) == 1

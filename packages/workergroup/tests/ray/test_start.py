@@ -32,15 +32,15 @@ from ..faults import act_while_a_start_awaits
 class Slow:
     """A constructor that takes its time, or fails, on some ranks."""
 
-    def __init__(self, seconds=0.0, ranks=(), fail="", payload=None, **more):
+    def __init__(self, seconds=0.0, ranks=(), fail="", payload=None, folder=None, **more):
         rank = int(os.environ["RANK"])
         self.payload, self.more = payload, more
         if rank in ranks:
+            if folder is not None:
+                os.mkdir(f"{folder}/{rank}")
             time.sleep(seconds)
             if fail == "raise":
                 raise FileNotFoundError(f"no checkpoint for {rank}")
-            if fail == "exit":
-                os._exit(3)
         self.finished = time.time()
 
     def when(self):
@@ -102,12 +102,19 @@ class TestWaiting:
         with RayWorkerGroup(cluster, Slow, workers_per_node=4) as group:  # the slots are free again
             assert group.world_size == 4
 
-    def test_deadline(self, cluster, clock, monkeypatch):
-        """After `Timeouts.start_s` the error names the slow ranks, and all workers are ended."""
-        builder = RayWorkerBuilder(Slow, seconds=600, ranks=(0, 2))
-        act_while_a_start_awaits(monkeypatch, [0, 2], lambda: clock.skip(300))
+    def test_deadline(self, cluster, clock, monkeypatch, tmp_path):
+        """After `Timeouts.start_s` the error says where the slow ranks stand, and all workers are ended."""
+        builder = RayWorkerBuilder(Slow, seconds=600, ranks=(0, 2), folder=str(tmp_path))
+
+        def let_time_pass():
+            if len(os.listdir(tmp_path)) == 2:
+                clock.skip(300)
+
+        act_while_a_start_awaits(monkeypatch, [0, 2], let_time_pass)
+        where = r"(?s:.*), pid [1-9]\d*: at .*test_start.py:\d+ in __init__"
         with pytest.raises(
-            WorkerStartError, match=r"2 of 3 workers had not finished .* after 300 s(?s:.*)rank 0 (?s:.*)rank 2"
+            WorkerStartError,
+            match=rf"2 of 3 workers had not finished .* after 300 s(?s:.*)rank 0 {where}(?s:.*)rank 2 {where}",
         ):
             RayWorkerGroup(cluster, builder, workers_per_node=3, timeouts=Timeouts(start_s=300))
 

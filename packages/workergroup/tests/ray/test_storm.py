@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of three callers while a group is resized, restarted and loses workers, checked in the logs of its workers."""
+"""Calls of three callers while a group is resized, restarted, moved and loses workers.
+
+Logs say what each worker has run of each call, and are compared with what its caller got.
+"""
 
 import asyncio
 import contextlib
@@ -8,6 +11,7 @@ import os
 import random
 import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
@@ -21,11 +25,11 @@ from fairlead_workergroup import (
     StaleGroupError,
     WorkerFailureError,
     WorkerGroupError,
+    current_worker,
 )
 from fairlead_workergroup.testing import kill
 
 from ..faults import find_running
-from ..logged import Logged, check_logs
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,58 @@ logger = logging.getLogger(__name__)
 CALL_S = 120.0
 SIZES = (1, 2, 3)
 SOAK_S = float(os.environ.get("FAIRLEAD_SOAK_S", "60"))
+
+
+class Logged:
+    """A worker that writes a line for each call that it runs; a line is written whole, or not at all."""
+
+    def __init__(self, folder):
+        self.log = os.open(f"{folder}/{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def step(self, caller, number):
+        me = current_worker()
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (str(me.rank), str(me.world_size))
+        assert me.sharding.size == me.world_size
+        os.write(self.log, f"{caller} {number} {me.rank} {me.group_epoch} {me.world_size}\n".encode())
+        return me.rank, me.group_epoch, me.world_size
+
+
+def read_logs(folder):
+    """Return what has run of each call; check that each worker has run the calls of each caller in order."""
+    runs = defaultdict(list)
+    for log in folder.iterdir():
+        last = {}
+        for line in log.read_text().splitlines():
+            caller, text, *what = line.split()
+            number = int(text)
+            assert last.get(caller, -1) < number, f"{log.name}: {caller} {number} ran after {last[caller]}"
+            last[caller] = number
+            rank, epoch, size = map(int, what)
+            runs[caller, number].append((rank, epoch, size))
+    return runs
+
+
+def check_logs(folder, results, errors):
+    """Check what workers have run of each call against what its caller got."""
+    runs = read_logs(folder)
+    for key in [*results, *errors]:
+        _check_call(key, runs.pop(key, []), results.get(key), errors.get(key))
+    assert not runs, f"calls that nobody made: {list(runs)[:5]}"
+
+
+def _check_call(key, runs, result, error):
+    ranks = {rank for rank, _, _ in runs}
+    assert len(ranks) == len(runs), f"{key}: a worker ran it twice: {runs}"
+    assert len({(epoch, size) for _, epoch, size in runs}) <= 1, f"{key}: it ran in two states of the group: {runs}"
+    if error is None:
+        assert sorted(runs) == result, f"{key}: its result {result} is not what has run: {runs}"
+        (size,) = {size for _, _, size in result}
+        assert [rank for rank, _, _ in result] == list(range(size)), f"{key}: wrong ranks: {result}"
+    elif isinstance(error, StaleGroupError):
+        assert ranks <= set(error.ran), f"{key}: {error}, but {runs}"
+        assert not ranks & set(error.refused), f"{key}: {error}, but {runs}"
+    else:
+        assert error.failures, f"{key}: no worker is named: {error}"
 
 
 @dataclass
@@ -64,7 +120,7 @@ class Storm:
     group: RayWorkerGroup
     until: float
     callers: list[Caller] = field(default_factory=lambda: [Caller(name) for name in ("thread", "loop", "handle")])
-    changes: list[str] = field(default_factory=list)
+    changes: list[int | str] = field(default_factory=list)
     kills: int = 0
     failed: list[BaseException] = field(default_factory=list)
 
@@ -86,13 +142,15 @@ class Storm:
         chance = random.Random(1)
         while not self.is_over:
             time.sleep(chance.random())
-            size = chance.choice((*SIZES, None))
+            change = chance.choice((*SIZES, "restart", "move"))
             try:
-                if size is None:
+                if change == "restart":
                     self.group.restart_failed_workers()
+                elif change == "move":
+                    self.group.restart([0], elsewhere=True)
                 else:
-                    self.group.resize(dp=size)
-                self.changes.append("restart" if size is None else f"dp={size}")
+                    self.group.resize(dp=change)
+                self.changes.append(change)
             except WorkerGroupError as error:
                 self.changes.append(type(error).__name__)
 
@@ -136,12 +194,13 @@ class Storm:
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("seconds", [15, pytest.param(SOAK_S, marks=pytest.mark.nightly)])
 @pytest.mark.timeout(300 + SOAK_S)
-def test_storm(tmp_path, eventually, seconds):
+def test_storm(tmp_path, eventually, seconds, store_used):
     """No call has a result of two states, runs twice, reaches wrong ranks or waits long, and nothing is left behind."""
-    with RayVirtualCluster([max(SIZES)], use_gpus=False) as cluster:
+    used, builder = store_used(), RayWorkerBuilder(Logged, str(tmp_path))
+    with RayVirtualCluster([max(SIZES) + 1], use_gpus=False) as cluster:  # with a slot for a rank that moves
         group = RayWorkerGroup(
             cluster,
-            RayWorkerBuilder(Logged, str(tmp_path)),
+            builder,
             [2],
             sharding_annotations=NamedSharding.from_shape(dp=2),
             restart=Restart(on_failure=True, max_restarts=1_000_000),
@@ -149,8 +208,12 @@ def test_storm(tmp_path, eventually, seconds):
         storm = Storm(group, time.monotonic() + seconds)
         try:
             storm.run()
+            group.restart_failed_workers()
+            assert group.state().phase == "serving"
         finally:
             ended = group.shutdown()
+        with RayWorkerGroup(cluster, builder) as group:
+            assert group.world_size == max(SIZES) + 1  # no slot is still held
     check_logs(
         tmp_path,
         {(caller.name, number): result for caller in storm.callers for number, result in caller.results.items()},
@@ -170,5 +233,6 @@ def test_storm(tmp_path, eventually, seconds):
     )
     assert ended
     assert storm.kills, "nothing was killed"
-    assert {"dp=1", "dp=2", "dp=3"} & set(storm.changes), storm.changes
+    assert {*SIZES, "move"} & set(storm.changes), storm.changes
     assert eventually(lambda: find_running(int(log.stem) for log in tmp_path.iterdir()) == [])
+    assert eventually(lambda: store_used() <= used, 60)

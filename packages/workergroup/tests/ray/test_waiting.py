@@ -335,6 +335,25 @@ class TestCancel:
                 waiting.result(timeout=60)
         running.result()
 
+    def test_an_item_that_waits_to_be_sent(self, group, gate, wait_until_running):
+        """If a task is cancelled while an item of its map waits for a change of the group, no worker runs the item."""
+        blocking = group.call("wait_for", gate)
+        wait_until_running(group, "wait_for", *range(8))
+
+        async def give_up():
+            with changing(group):
+                items = group.map(lambda worker, item: worker.ran.append(item), ["given up"])
+                waiting = asyncio.ensure_future(anext(items))
+                await asyncio.sleep(0.2)  # long enough for its thread to wait; the rest is right in any case
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+
+        asyncio.run(give_up())  # until that thread has sent the item, and cancelled it
+        gate.touch()
+        blocking.result()
+        assert not any("given up" in ran for ran in group.call("what_ran").result())
+
     def test_with_force(self, doomed, eventually, wait_until_running):
         """The workers that run the method are killed; the group has lost them and reports the reason."""
         call = doomed.call("sleep", 600, ranks=[1], tag=0)
@@ -346,3 +365,4 @@ class TestCancel:
         with pytest.raises(WorkerFailureError, match="cancelled: its call of 'sleep' was cancelled with force"):
             doomed.call("rank")
         assert doomed.at(dp=0).call("rank").result() == [0]
+        assert doomed.restart_failed_workers() == [1]

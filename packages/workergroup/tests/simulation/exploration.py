@@ -5,12 +5,10 @@ import contextlib
 import gc
 import os
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from .scheduler import Chooser, SimulatedWorld
+from .scheduler import SimulatedWorld
 
 Script = Callable[[SimulatedWorld], object]
 
@@ -24,26 +22,28 @@ COLLECT_EVERY = 200
 
 
 class Uniform:
-    """Chooses with equal probability."""
+    """Makes the choices of a run with equal probability."""
 
     def __init__(self, rng: random.Random) -> None:
         self._random = rng.random
 
     def choose_next(self, options: Sequence[Any]) -> int:
+        """Return the position of the task or source that runs next; the present task is the first, if it can run."""
         return int(self._random() * len(options))
 
     def choose_value(self, count: int) -> int:
+        """Return a number below `count`."""
         return int(self._random() * count)
 
 
-class Priorities:
+class Priorities(Uniform):
     """Chooses by a priority of each task and source, with few changes: this finds rare orders better.
 
     See Burckhardt et al., A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, ASPLOS 2010.
     """
 
     def __init__(self, rng: random.Random) -> None:
-        self._random = rng.random
+        super().__init__(rng)
         self._priority: dict[Any, float] = {}
         self._steps = 0
         # Small numbers as often as large ones.
@@ -52,144 +52,57 @@ class Priorities:
     def choose_next(self, options: Sequence[Any]) -> int:
         self._steps += 1
         if self._steps >= FAIR_FROM:
-            return int(self._random() * len(options))
+            return super().choose_next(options)
         known = self._priority
-        for one in options:
-            if one not in known:
-                known[one] = self._random()
+        for option in options:
+            if option not in known:
+                known[option] = self._random()
         if self._steps in self._changes:
             known[options[0]] = -self._random()
         best = max(options, key=known.__getitem__)
         return options.index(best)
 
-    def choose_value(self, count: int) -> int:
-        return int(self._random() * count)
 
-
-class Recorded:
-    """Makes the choices of an earlier run; when they are used up, each task runs until it waits."""
-
-    def __init__(self, choices: Sequence[int]) -> None:
-        self._choices = iter(choices)
-
-    def choose_next(self, options: Sequence[Any]) -> int:
-        return next(self._choices, 0) % len(options)
-
-    def choose_value(self, count: int) -> int:
-        return next(self._choices, 0) % count
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a script.
-
-    Attributes:
-        choices: the choices that it made.
-        steps: the number of times that a task or an event was chosen.
-        failure: the error that it ended with; None if it succeeded.
-        history: everything that happened, as text.
-    """
-
-    choices: bytes
-    steps: int
-    failure: BaseException | None
-    history: tuple[str, ...] = ()
-
-
-def run(script: Script, chooser: Chooser, *, keep: bool = False) -> Run:
-    """Run a script with some choices; with `keep`, the history of a run that succeeds is returned too."""
+def run(script: Script, chooser: Uniform) -> SimulatedWorld:
+    """Run a script with some choices, and return its world."""
     world = SimulatedWorld(chooser)
-    failure: BaseException | None = None
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         world.run(script)
-    except BaseException as error:
-        if error is not world.failure:  # an interrupt of the simulation itself
-            raise
-        failure = error
     finally:
         if was_enabled:
             gc.enable()
-    history = tuple(map(str, world.history)) if failure is not None or keep else ()
-    return Run(bytes(world.choices), world.steps, failure, history)
+    return world
 
 
-def run_seed(script: Script, seed: int, *, keep: bool = False) -> Run:
+def run_seed(script: Script, seed: int) -> SimulatedWorld:
     """Run a script with the choices of a seed: uniform ones for even seeds, and priorities for odd ones."""
     rng = random.Random(seed)
-    return run(script, Priorities(rng) if seed % 2 else Uniform(rng), keep=keep)
+    return run(script, Priorities(rng) if seed % 2 else Uniform(rng))
 
 
-@dataclass(frozen=True)
-class Report:
-    """What many runs have shown.
-
-    Attributes:
-        runs: the number of runs.
-        steps: the number of their steps.
-        distinct: the number of different lists of choices.
-        seconds: how long they took.
-        cpu_s: the processor time that they took.
-        seed: the seed of the run that failed; None if none did.
-        failed: that run.
-    """
-
-    runs: int
-    steps: int
-    distinct: int
-    seconds: float
-    cpu_s: float
-    seed: int | None = None
-    failed: Run | None = None
-
-    def __str__(self) -> str:
-        each = 1e6 * self.seconds / max(1, self.steps)
-        return (
-            f"{self.runs:,} runs ({self.distinct:,} different) of {self.steps / max(1, self.runs):.0f} steps in "
-            f"{self.seconds:.1f} s: {self.runs / max(1e-9, self.seconds):.0f} a second, {each:.1f} us a step, "
-            f"{self.cpu_s:.1f} s of CPU"
-        )
-
-
-def explore(script: Script, seeds: Iterable[int], processor: int | None = None) -> Report:
-    """Run a script with many seeds, until one fails, on one processor, whose number counts round the available ones."""
-    began, cpu = time.perf_counter(), time.process_time()
-    steps, count, seen = 0, 0, set[bytes]()
-
-    def report(seed: int | None = None, failed: Run | None = None) -> Report:
-        took, used = time.perf_counter() - began, time.process_time() - cpu
-        return Report(count, steps, len(seen), took, used, seed, failed)
-
-    with _on_one_processor(os.getpid() if processor is None else processor):
-        for seed in seeds:
-            one = run_seed(script, seed)
-            count, steps = count + 1, steps + one.steps
-            seen.add(one.choices)
-            if one.failure is not None:
-                return report(seed, one)
+def explore(script: Script, seeds: Iterable[int]) -> str:
+    """Run a script with many seeds, until one fails; return its failure and its history, or an empty text."""
+    with _on_one_processor():
+        for count, seed in enumerate(seeds):
+            world = run_seed(script, seed)
+            if world.failure is not None:
+                failure = f"{type(world.failure).__name__}: {world.failure}"
+                return "\n".join([failure, *world.history, f"seed {seed}: {failure}"])
             if not count % COLLECT_EVERY:
                 gc.collect()
-    return report()
+    return ""
 
 
 @contextlib.contextmanager
-def _on_one_processor(number: int) -> Iterator[None]:
+def _on_one_processor() -> Iterator[None]:
     """Keep this thread, and the threads that it starts, on one processor: they hand over the baton in half the time."""
-    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    before = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if before:
-        os.sched_setaffinity(0, {sorted(before)[number % len(before)]})
+        os.sched_setaffinity(0, {before[os.getpid() % len(before)]})
     try:
         yield
     finally:
         if before:
             os.sched_setaffinity(0, before)
-
-
-def describe(seed: int | None, failed: Run) -> str:
-    """Return the failure of a run with its history, for people."""
-    failure = f"{type(failed.failure).__name__}: {failed.failure}"
-    lines = [failure]
-    if seed is not None:
-        lines.append(f"Replay it with `python -m simulation --seed {seed}` in packages/workergroup/tests.")
-    return "\n".join([*lines, *failed.history, failure])

@@ -11,7 +11,7 @@ from fairlead_placement import PlacementError, RayVirtualCluster, Slot
 from fairlead_sharding import NamedSharding
 from fairlead_workergroup import Elastic, RayWorkerGroup, Restart, Timeouts
 
-from .actors import HANG, Takes, Until, Worker
+from .actors import HANG, Takes, Worker
 from .ray import PretendedRay
 from .scheduler import SimulationError
 from .seam import WorkerClass, describe
@@ -63,7 +63,7 @@ class PretendedCluster(RayVirtualCluster):
     def replace_lost_nodes(self, **_: Any) -> Any:
         """Reserve slots on living nodes in place of those on dead ones."""
         self._ray.world.point("replaces lost nodes")
-        living = [node for node in self._ray.nodes.values() if node.is_alive and node.drains_until is None]
+        living = [node for node in self._ray.nodes.values() if node.is_alive]
         if not living:
             raise PlacementError("no node is left")
         for at, slot in enumerate(self._slots):
@@ -129,12 +129,11 @@ class Behaviour:
             raise RuntimeError("the hook fails")
         return HANG if fault == "hangs" else None
 
-    def _meet(self, worker: Worker, method: str, key: Any) -> Until:
+    def _meet(self, worker: Worker, method: str, key: Any) -> Takes:
         """Wait in a worker until all ranks of its epoch run the method, or one of them is lost."""
         ray, epoch, size = self.ray, worker.epoch, worker.facts["world_size"]
         met = self._met[method, key]
         met.add(worker.facts["rank"])
-        until = ray.world.now() + MEET_S
 
         def is_over() -> bool:
             return len(met) >= size or len(self._peers(epoch)) < size
@@ -145,12 +144,12 @@ class Behaviour:
                 text = f"rank {worker.facts['rank']} has waited {MEET_S:g} s in {method} of epoch {epoch} for {missing}"
                 ray.world.fail(SimulationError(f"waits in vain: {text}"))
 
-        return Until(is_over, until, give_up)
+        return Takes(MEET_S, None, is_over, give_up)
 
     def _peers(self, epoch: int) -> set[int]:
         """Return the ranks whose processes run and are of this epoch, or get its facts soon."""
-        running = [one.worker for one in self.ray.actors if one.is_running and not one.is_killed]
-        return {one.facts["rank"] for one in running if "rank" in one.facts and one.epoch <= epoch}
+        running = [actor.worker for actor in self.ray.actors if actor.is_running and not actor.is_killed]
+        return {worker.facts["rank"] for worker in running if "rank" in worker.facts and worker.epoch <= epoch}
 
 
 def make_group(ray: PretendedRay, *, workers: int = 2, each: int = 3, restart: Restart | None = None) -> RayWorkerGroup:

@@ -16,34 +16,26 @@ from .seam import Call, Core, was_repeated
 
 # Reports of losses that are about the process, so that it must have ended.
 OF_PROCESSES = frozenset({"killed", "node-lost", "preempted", "out-of-memory"})
+# How often a rank may be restarted, the default of `Restart`.
+MAX_RESTARTS = 3
 
 
 class Invariants:
     """Watch one group during a run.
 
     Args:
-        placement: what the group claims and leases, and nobody else; None if that is not checked.
-        max_restarts: how often a rank may be restarted.
+        placement: what the group claims and leases, and nobody else.
     """
 
-    def __init__(
-        self,
-        world: SimulatedWorld,
-        ray: PretendedRay,
-        core: Core,
-        *,
-        placement: PretendedPlacement | None = None,
-        max_restarts: int = 3,
-    ) -> None:
+    def __init__(self, world: SimulatedWorld, ray: PretendedRay, core: Core, placement: PretendedPlacement) -> None:
         self._placement = placement
         self._ray = ray
         self._core = core
-        self._max_restarts = max_restarts
         self._seen: GroupState = core.now
         self._lost: set[Any] = set()
         self._incarnations: dict[int, int] = {}
         self._calls: list[Call[Any]] = []
-        ray.on_construct.append(self._check_one_process)
+        ray.on_construct = self._check_one_process
         world.invariants.append(self._check_change)
 
     def add(self, call: Call[Any]) -> Call[Any]:
@@ -59,21 +51,20 @@ class Invariants:
         for call in self._calls:
             self._check_epoch(call)
         self._check_order()
-        if self._placement is not None and now.phase != "ended":
-            self._check_holdings(now, self._placement)
+        if now.phase != "ended":
+            self._check_holdings(now)
 
     def check_ended(self) -> None:
         """Check that a group that has been shut down has left nothing behind."""
         left = [repr(actor) for actor in self._ray.actors if actor.is_running or not actor.is_created]
         assert not left, f"leak: {', '.join(left)}"
-        placement = self._placement
-        assert placement is None or not (placement.claims or placement.leases), "leak: claims or leases of ports"
+        assert not {*self._placement.claims, *self._placement.leases}, "leak: claims or leases of ports"
         pending = [future for call in self._calls for future in call.futures if not future.is_done]
         assert not pending, f"open futures: {pending}"
 
-    def _check_holdings(self, now: GroupState, placement: PretendedPlacement) -> None:
+    def _check_holdings(self, now: GroupState) -> None:
         """Check that the group holds what its members need, and nothing else."""
-        expected = {place.slot.key for place in now.places}
+        placement, expected = self._placement, {place.slot.key for place in now.places}
         claimed = {key for claim in placement.claims for key in claim.keys}
         assert claimed == expected, f"claims: {sorted(claimed)} instead of {sorted(expected)}"
         assert len(placement.leases) <= 1, f"leases: {placement.leases}"
@@ -92,7 +83,7 @@ class Invariants:
             earlier = self._incarnations.get(member.rank, 0)
             assert member.incarnation >= earlier, f"incarnations: rank {member.rank} goes from {earlier} back"
             self._incarnations[member.rank] = member.incarnation
-            assert member.restarts <= self._max_restarts, f"max_restarts: rank {member.rank} has {member.restarts}"
+            assert member.restarts <= MAX_RESTARTS, f"max_restarts: rank {member.rank} has {member.restarts}"
             if member.lost is None:
                 assert member.actor_id not in self._lost, f"lost for good: {member} lives again"
             elif member.actor_id not in self._lost:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fairlead_placement import HeadTimeoutError, PlacementError, ResourceInsufficientError, Slot
+from fairlead_placement import PlacementError, ResourceInsufficientError, Slot
 
-from .ray import HEAD_S, PretendedRay
-from .seam import Deadline, find_loss, late_error, start_error
+from .ray import PretendedRay
+from .seam import Deadline, late_error, start_error
 
 FIRST_PORT = 20_000
 # How long a lease waits for the agent of its node, and how often a wait for constructors looks whether it goes on.
@@ -56,23 +56,18 @@ class PretendedPlacement:
         self.claims.add(claim)
         return claim
 
-    def lease_ports(self, slots: Sequence[Slot], **_: Any) -> tuple[tuple[Held, ...], ...]:
-        """Lease a port on the node of each slot."""
-        nodes = [self.ray.nodes[slot.node_id] for slot in slots]
-
-        def is_answered() -> bool:
-            return all(node.is_alive and not node.is_silent for node in nodes)
-
-        self.ray.world.wait_for(f"leases {len(slots)} ports", is_answered, ANSWER_S)
-        if not is_answered():
+    def lease_ports(self, slots: Sequence[Slot], **_: Any) -> tuple[tuple[Held], ...]:
+        """Lease a port on the node of the only slot."""
+        (slot,) = slots
+        node = self.ray.nodes[slot.node_id]
+        self.ray.world.wait_for("leases a port", lambda: node.is_alive and not node.is_silent, ANSWER_S)
+        if not node.is_alive:
             raise PlacementError("the node of a port does not answer")
-        self._ports += len(slots)
-        made = [
-            Held(self.leases, address=node.ip, port=self._ports - at, node_id=node.id) for at, node in enumerate(nodes)
-        ]
-        self.leases.update(made)
-        self.ray.world.after("has leased ports")
-        return tuple((one,) for one in made)
+        self._ports += 1
+        lease = Held(self.leases, address=node.ip, port=self._ports, node_id=node.id)
+        self.leases.add(lease)
+        self.ray.world.after("has leased a port")
+        return ((lease,),)
 
     def create_actors(
         self,
@@ -82,15 +77,10 @@ class PretendedPlacement:
         add: Callable[[Any, Any], None],
     ) -> None:
         """Create the actors of workers, as `provision.create_actors` does."""
-        for plan in plans:
-            add(plan, self._create_actor(plan))
-
-    def _create_actor(self, plan: Any) -> Any:
         head = self.ray.head
-        self.ray.world.wait_for("asks the head to create a worker", lambda: not head.is_silent, HEAD_S)
-        if head.is_silent:
-            raise HeadTimeoutError("Ray's head (GCS) did not answer a request to create a worker")
-        return self.ray.create(plan.place.slot.node_id)
+        for plan in plans:
+            self.ray.world.wait_for("asks the head to create a worker", lambda: not head.is_silent)
+            add(plan, self.ray.create(plan.place.slot.node_id))
 
     def wait_started(
         self,
@@ -98,7 +88,8 @@ class PretendedPlacement:
         members: Sequence[Any],
         *,
         until: Deadline,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None],
+        explain: Callable[[Any, Exception], Any],
         **_: Any,
     ) -> dict[int, Mapping[str, Any]]:
         """Wait until all constructors have finished, as `provision.wait_started` does."""
@@ -117,5 +108,5 @@ class PretendedPlacement:
                 except Exception as error:
                     waiting = [other.rank for other in pending.values()]
                     done = len(started) - len(pending) - 1
-                    raise start_error(error, member, done, waiting, find_loss(member, error)) from error
+                    raise start_error(error, member, done, waiting, explain(member, error)) from error
         return {member.rank: ref.value() for member, ref in zip(members, started, strict=True)}

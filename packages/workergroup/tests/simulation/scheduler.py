@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ray.exceptions import GetTimeoutError
 
@@ -29,88 +29,57 @@ STOP_S = 5.0
 MOST_STOPS = 1000
 
 
-class Chooser(Protocol):
-    """Makes the choices of a run."""
-
-    def choose_next(self, options: Sequence[Any]) -> int:
-        """Return the position of the task or source that runs next; 0 lets the present task continue."""
-
-    def choose_value(self, count: int) -> int:
-        """Return a number below `count`."""
-
-
-class Source(Protocol):
-    """A source of events.
+class Source:
+    """Something that happens once: from a moment on, or at any moment at which a condition holds.
 
     Attributes:
         name: its name in the history.
+        is_ready: returns whether it can happen now.
         due: the time at which it becomes ready, if nothing else makes it ready before.
+        step: lets it happen.
     """
 
-    name: str
-    due: float | None
-
-    def is_ready(self) -> bool:
-        """Return whether its next event can happen now."""
-
-    def step(self) -> None:
-        """Let its next event happen."""
-
-
-class Moment(NamedTuple):
-    """A line of the history of a run."""
-
-    at: float
-    who: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.at:8.3f}  {self.who:<14}  {self.what}"
-
-
-class OneTime:
-    """An event that happens once: at a moment, or at any moment from which on a condition holds."""
-
-    def __init__(self, name: str, act: Callable[[], object], is_ready: Callable[[], bool], due: float | None) -> None:
+    def __init__(
+        self, name: str, step: Callable[[], object], is_ready: Callable[[], bool], due: float | None = None
+    ) -> None:
         self.name = name
+        self.step = step
         self.is_ready = is_ready
         self.due = due
-        self._act = act
-
-    def step(self) -> None:
-        """Let it happen."""
-        self._act()
 
 
 class SimulatedWorld:
     """The world of one run; see the class `World` of the package.
 
+    Args:
+        chooser: makes the choices of the run, as `exploration.Uniform` does.
+
     Attributes:
         current: the task that runs; None while an event happens.
         is_over: whether the run is over, and its tasks only have to end.
         failure: the first error of a task or an event.
-        history: everything that has happened.
-        choices: the choices of the run, by which it can be repeated.
+        history: everything that has happened, a line for each.
+        steps: the number of times that a task or an event was chosen.
         interrupted: the tasks that got a KeyboardInterrupt.
         invariants: called after each step; one that raises an error fails the run.
     """
 
-    def __init__(self, chooser: Chooser) -> None:
+    def __init__(self, chooser: Any) -> None:
         self.current: Task | None = None
         self.is_over: bool = False
         self.failure: BaseException | None = None
-        self.history: list[Moment] = []
-        self.choices = bytearray()
+        self.history: list[str] = []
         self.steps = 0
         self.interrupted: set[Task] = set()
         self.invariants: list[Callable[[], object]] = []
-        self._chooser = chooser
+        self.choose = chooser.choose_value
+        self._choose_next = chooser.choose_next
         self._stops = 0
         self._now = 0.0
         self._tasks: list[Task] = []
-        self._sources: list[Source] = []
+        self._sources: list[Any] = []
         self._numbers = itertools.count(1)
-        self._source: Source | None = None
+        self._source: Any = None
         # The tasks that may be interrupted: they have a point after an operation too, where its result can be lost.
         self._fragile: set[str] = set()
         self._main = threading.Lock()
@@ -143,13 +112,10 @@ class SimulatedWorld:
         self, refs: Sequence[Any], *, num_returns: int, timeout: float | None, fetch_local: bool = True
     ) -> tuple[list[Any], list[Any]]:
         """Wait as `ray.wait` does."""
-        if not 0 < num_returns <= len(refs):
-            raise ValueError(f"num_returns={num_returns} with {len(refs)} references")
         what = f"waits for {num_returns} of {len(refs)} answers"
         self.wait_for(what, lambda: sum(1 for ref in refs if ref.is_done) >= num_returns, timeout)
         ready = [ref for ref in refs if ref.is_done][:num_returns]
-        chosen = set(ready)
-        return ready, [ref for ref in refs if ref not in chosen]
+        return ready, [ref for ref in refs if ref not in ready]
 
     def collect(
         self, requests: Mapping[_K, Callable[[], Any]], timeout_s: float
@@ -189,45 +155,44 @@ class SimulatedWorld:
             return self._source.name
         return "nobody" if self.current is None else self.current.name
 
-    def choose(self, count: int) -> int:
-        """Return a number below `count`, as the choices say."""
-        if count == 1:
-            return 0
-        chosen = self._chooser.choose_value(count)
-        self.choices.append(chosen)
-        return chosen
-
-    def note(self, what: str) -> None:
+    def note(self, what: str, who: str = "") -> None:
         """Add a line to the history."""
-        self.history.append(Moment(self._now, self.who, what))
+        self.history.append(f"{self._now:8.3f}  {who or self.who:<14}  {what}")
 
     def fail(self, error: BaseException) -> BaseException:
         """Let the run fail with this error, even if a caller catches it; return the error."""
         self.failure = self.failure or error
         return error
 
-    def check_unlocked(self, what: str) -> None:
-        """Fail the run if the present task holds a lock."""
-        held = [] if self.current is None else [lock.name for lock in self.current.held]
-        if held:
-            raise self.fail(SimulationError(f"lock held: {self.who} {what} while it holds {', '.join(held)}"))
+    def add(self, source: Any) -> None:
+        """Add a source of events: a `Source`, or an actor, which has the same attributes."""
+        self._sources.append(source)
 
-    def add(self, *sources: Source) -> None:
-        """Add sources of events."""
-        self._sources.extend(sources)
-
-    def remove(self, source: Source) -> None:
+    def remove(self, source: Any) -> None:
         """Remove a source of events."""
         self._sources.remove(source)
 
-    def add_fault(self, name: str, act: Callable[[], object], when: Callable[[], bool] = lambda: True) -> None:
-        """Let something happen once, at any moment at which a condition holds."""
-        self._add_once(name, act, when, None)
+    def add_fault(
+        self,
+        name: str,
+        act: Callable[[], object],
+        when: Callable[[], bool] = lambda: True,
+        due: float | None = None,
+    ) -> None:
+        """Let something happen once, at any moment at which a condition holds; `due` is when that will be so."""
+
+        def act_once() -> None:
+            self.remove(source)
+            self.note("happens")
+            act()
+
+        source = Source(name, act_once, when, due)
+        self.add(source)
 
     def add_timer(self, name: str, seconds: float, act: Callable[[], object]) -> None:
         """Let something happen after some seconds of virtual time."""
         due = self._now + seconds
-        self._add_once(name, act, lambda: self._now >= due, due)
+        self.add_fault(name, act, lambda: self._now >= due, due)
 
     def start_task(self, name: str, work: Callable[[], object]) -> Task:
         """Run a function as another task; unlike `spawn`, this is not a point."""
@@ -264,7 +229,8 @@ class SimulatedWorld:
             self.point(what)
             return
         if self.current is not None and self.current.held:
-            self.check_unlocked(what)
+            held = ", ".join(lock.name for lock in self.current.held)
+            raise self.fail(SimulationError(f"lock held: {self.who} {what} while it holds {held}"))
         self.point(what, is_ready, None if timeout is None else self._now + timeout)
 
     def point(self, what: str, is_ready: Callable[[], object] | None = None, due: float | None = None) -> None:
@@ -281,10 +247,8 @@ class SimulatedWorld:
                 threading.Event().wait()
             raise Stop
         me = self.current
-        if me is None:  # an event happens
-            if is_ready is not None and not is_ready():
-                raise self.fail(SimulationError(f"event waits: {self.who} {what}"))
-            return
+        if me is None:
+            raise self.fail(SimulationError(f"event waits: {self.who} {what}"))
         me.waits_for, me.is_ready, me.due = what, is_ready, due
         chosen = self._pick()
         if chosen is not me:
@@ -296,9 +260,9 @@ class SimulatedWorld:
         me.is_ready = me.due = None
         if me.interrupted:
             me.interrupted = False
-            self.history.append(Moment(self._now, me.name, f"is interrupted where it {what}"))
+            self.note(f"is interrupted where it {what}", me.name)
             raise KeyboardInterrupt
-        self.history.append(Moment(self._now, me.name, what))
+        self.note(what, me.name)
 
     def after(self, what: str) -> None:
         """Be a point after an operation whose result an interrupt would lose."""
@@ -308,11 +272,7 @@ class SimulatedWorld:
     # The run.
 
     def run(self, script: Callable[["SimulatedWorld"], object]) -> None:
-        """Run a script as the task `main`, until all tasks have ended.
-
-        Raises:
-            BaseException: the first error of a task or an event.
-        """
+        """Run a script as the task `main`, until all tasks have ended; `failure` is the first error."""
         with replaced_by(self):
             self.start_task("main", lambda: script(self))
             self._hand_over(self._pick())
@@ -322,9 +282,7 @@ class SimulatedWorld:
             # The script ends last: others may use what it has replaced.
             for task in self._tasks[::-1]:
                 task.turn.release()
-                task.ended.acquire(timeout=STOP_S)
-        if self.failure is not None:
-            raise self.failure
+                task.thread.join(STOP_S)
 
     def end_task(self, task: Task) -> None:
         """Let another task run, because this one has ended."""
@@ -339,8 +297,7 @@ class SimulatedWorld:
     def _pick(self) -> Task | None:
         """Let events happen until a task is chosen; return None at the end of the run."""
         while self._tasks:
-            if self.invariants:
-                self._check_invariants()
+            self._check_invariants()
             if self.failure is not None:
                 break
             options = self._options()
@@ -351,12 +308,8 @@ class SimulatedWorld:
             if self.steps > MOST_STEPS:
                 self.fail(SimulationError(f"livelock: the run has more than {MOST_STEPS} steps"))
                 break
-            at = 0
-            if len(options) > 1:
-                at = self._chooser.choose_next(options)
-                self.choices.append(at)
-            chosen = options[at]
-            if type(chosen) is Task:
+            chosen = options[self._choose_next(options)] if len(options) > 1 else options[0]
+            if isinstance(chosen, Task):
                 return chosen
             self._let_happen(chosen)
         return None
@@ -374,14 +327,10 @@ class SimulatedWorld:
         for task in self._tasks:
             ready = task.is_ready
             if ready is None or task.interrupted or (task.due is not None and task.due <= now) or ready():
-                if task is me:
-                    options.insert(0, task)
-                else:
-                    options.append(task)
-        options += [source for source in self._sources if source.is_ready()]
-        return options
+                options.insert(0 if task is me else len(options), task)
+        return options + [source for source in self._sources if source.is_ready()]
 
-    def _let_happen(self, source: Source) -> None:
+    def _let_happen(self, source: Any) -> None:
         me, self.current, self._source = self.current, None, source
         try:
             source.step()
@@ -390,18 +339,9 @@ class SimulatedWorld:
         finally:
             self.current, self._source = me, None
 
-    def _add_once(self, name: str, act: Callable[[], object], when: Callable[[], bool], due: float | None) -> None:
-        def act_once() -> None:
-            self._sources.remove(source)
-            self.note("happens")
-            act()
-
-        source = OneTime(name, act_once, when, due)
-        self._sources.append(source)
-
     def _advance(self) -> None:
         """Let virtual time pass until something can run."""
-        moments = [one.due for one in (*self._tasks, *self._sources) if one.due is not None]
+        moments = [waiting.due for waiting in (*self._tasks, *self._sources) if waiting.due is not None]
         later = min(moments, default=self._now)
         if later <= self._now:
             waiting = "; ".join(f"{task.name} {task.waits_for}" for task in self._tasks)
@@ -410,16 +350,11 @@ class SimulatedWorld:
 
     def _name(self, kind: str) -> str:
         """Return the name of a lock or an event: the module, the line and a number."""
-        frame: Any = sys._getframe(2)
-        while frame.f_code.co_filename == "<string>":  # of a dataclass
-            frame = frame.f_back
-        place = f"{frame.f_globals.get('__name__', '?').rpartition('.')[2]}:{frame.f_lineno}"
-        return f"{kind} {next(self._numbers)} ({place})"
+        frame = sys._getframe(2)
+        return f"{kind} {next(self._numbers)} ({frame.f_globals['__name__'].rpartition('.')[2]}:{frame.f_lineno})"
 
     def _describe_stuck(self) -> str:
         """Return where the task is that has the baton and does not come to a point."""
-        frames = sys._current_frames()
-        if self.current is None or (frame := frames.get(self.current.thread.ident)) is None:
-            return "an event does not end"
-        trace = "".join(traceback.format_stack(frame))
-        return f"{self.current.name} has not come to a point of the seam within {STUCK_S:g} s:\n{trace}"
+        frame = None if self.current is None else sys._current_frames().get(self.current.thread.ident or 0)
+        trace = "".join(traceback.format_stack(frame)) if frame is not None else "an event does not end"
+        return f"{self.who} has not come to a point of the seam within {STUCK_S:g} s:\n{trace}"

@@ -24,7 +24,6 @@ FAULTS = (
     "crash",
     "crash",
     "node",
-    "drain",
     "silent head",
     "silent agent",
     "constructor raises",
@@ -40,7 +39,7 @@ FAULTS = (
 # Faults by which no worker is lost.
 HARMLESS = {one for one in FAULTS if one.startswith(("none", "Ctrl-C"))}
 # Faults by which processes may outlive a shutdown, or by which a cleanup may fail.
-MAY_STAY = ("crash", "silent", "node", "drain", "hook hangs", "Ctrl-C in the shutdown")
+MAY_STAY = ("crash", "silent", "node", "hook hangs", "Ctrl-C in the shutdown")
 # How errors of changes end that the group refuses, because of its size or its slots.
 REFUSED = (
     "use other slots.",
@@ -52,8 +51,6 @@ CHANGE_S = 60.0
 CALL_S = 20.0
 # A silence is shorter than the requests to the head and the agents may take.
 SILENCE_S = 8.0
-# The notice of the end of a node.
-DRAIN_S = 15.0
 # An agent may take this long to say what a late worker does.
 LOOK_S = 12.0
 
@@ -63,14 +60,10 @@ class GroupRun:
     """One run of the script.
 
     Attributes:
-        scope: the restart scope of the group; chosen if it is empty.
-        changes: the changes to choose from.
         faults: the faults to choose from.
     """
 
     world: SimulatedWorld
-    scope: str = ""
-    changes: tuple[str, ...] = CHANGES
     faults: tuple[str, ...] = FAULTS
     _meetings: int = field(default=0, init=False)
 
@@ -79,14 +72,14 @@ class GroupRun:
         world = self.world
         ray = PretendedRay(world)
         with replaced(ray) as placement:
-            scope = self.scope or ("worker", "group")[world.choose(2)]
+            scope = ("worker", "group")[world.choose(2)]
             behaviour = Behaviour(ray, meets_on_restart=scope == "group")
             behaviour.install()
             self.chosen = {self.faults[world.choose(len(self.faults))] for _ in range(1 + world.choose(2))}
             restarts = bool(world.choose(2))
             world.note(f"has scope {scope!r}, on_failure={restarts}, and the faults {sorted(self.chosen)}")
             self.group = group = make_group(ray, restart=Restart(scope=scope, on_failure=restarts))
-            self.invariants = Invariants(world, ray, group._core, placement=placement)
+            self.invariants = Invariants(world, ray, group._core, placement)
             self._inject(ray, behaviour)
             works: list[tuple[str, Callable[[], object]]] = [("a", self._call), ("b", self._call)]
             works += [("changer", self._change)] + [("other changer", self._change)] * world.choose(2)
@@ -115,8 +108,6 @@ class GroupRun:
                 ray.lose_actor()
             elif fault == "node":
                 ray.lose_node("node-1")
-            elif fault == "drain":
-                ray.drain("node-1", DRAIN_S)
             elif fault == "silent head":
                 ray.silence(ray.head, SILENCE_S)
             elif fault == "silent agent":
@@ -164,7 +155,7 @@ class GroupRun:
         """Change the group; each change ends in time, with an error of a known kind at most."""
         world, group = self.world, self.group
         for _ in range(1 + world.choose(2)):
-            name, began = self.changes[world.choose(len(self.changes))], world.now()
+            name, began = CHANGES[world.choose(len(CHANGES))], world.now()
             size = group.world_size
             world.note(f"requests: {name}")
             try:
@@ -203,7 +194,7 @@ class GroupRun:
             world.sleep(2 * SILENCE_S)
         world.wait_for(
             "waits for rest",
-            lambda: all((one.is_known_dead or not (one.queue or one.running or one.is_killed)) for one in ray.actors),
+            lambda: all(actor.is_known_dead or not (actor.is_busy or actor.is_killed) for actor in ray.actors),
             200.0,
         )
         self.invariants.check_at_rest()

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,8 +18,7 @@ from fairlead_workergroup import _world
 from fairlead_workergroup._calls.call import Call
 from fairlead_workergroup._membership import operations, places
 from fairlead_workergroup._membership.core import Core
-from fairlead_workergroup._membership.losses import find_losses, late_error, start_error
-from fairlead_workergroup._model import Member
+from fairlead_workergroup._membership.losses import late_error, start_error
 from fairlead_workergroup._remote import setup as remote_facts
 from fairlead_workergroup._start.worker_class import WorkerClass, describe_class
 from fairlead_workergroup._world import Deadline
@@ -75,11 +75,8 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
     return {
         # Ray's own functions, wherever they are called as `ray.kill`.
         "ray.kill": pretended.kill,
-        "ray.wait": pretended.wait,
-        "ray.get": pretended.get,
-        "ray.put": pretended.put,
         "ray.cancel": pretended.cancel,
-        "ray.is_initialized": pretended.is_initialized,
+        "ray.is_initialized": lambda: True,
         # All requests to the head but `choose_alive`.
         f"{ours}._observe.query._ask": pretended.ask_head,
         f"{ours}._observe.query.choose_alive": pretended.choose_alive,
@@ -89,7 +86,7 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         # All questions to nodes: `late_workers`, `find_ended`, `cancel_calls`.
         f"{ours}._observe.query.run_on_nodes": pretended.run_on_nodes,
         # Whether Ray is the one that the group was made on.
-        f"{ours}._world.connection": pretended.connection,
+        f"{ours}._world.connection": lambda: "pretended",
         # Slots, ports, and actors, which are created by several threads.
         f"{ours}._membership.places.claim_slots": placement.claim_slots,
         f"{ours}._membership.provision.lease_ports": placement.lease_ports,
@@ -162,18 +159,17 @@ def replaced(pretended: "PretendedRay") -> Iterator["PretendedPlacement"]:
 # Shipped code that pretended workers run.
 
 
-def find_fact_function(name: str) -> Callable[..., Any] | None:
-    """Return the shipped function of this name that changes the facts of a worker; None if there is none."""
-    return getattr(remote_facts, name, None)
-
-
-def run_with_environ(environ: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function that changes the facts of a worker, with the environment of a pretended process."""
-    own, remote_facts.os = remote_facts.os, SimpleNamespace(environ=environ)  # type: ignore[assignment]
+def run_setup(worker: Any, name: str, *args: Any) -> Any:
+    """Run a function of `_remote/setup.py` in a pretended worker, with its facts and its environment."""
+    published: Any = SimpleNamespace(facts=worker.facts)
+    own, remote_facts.os = remote_facts.os, SimpleNamespace(environ=worker.environ)  # type: ignore[assignment]
+    sys.modules["_fairlead_worker"] = published
     try:
-        return function(*args, **kwargs)
+        return getattr(remote_facts, name)(worker, *args)
     finally:
         remote_facts.os = own
+        del sys.modules["_fairlead_worker"]
+        worker.facts = published.facts
 
 
 # Shipped code of starts.
@@ -182,12 +178,6 @@ def run_with_environ(environ: dict[str, str], function: Callable[..., Any], *arg
 def describe(worker: type) -> WorkerClass:
     """Return the description of a class."""
     return describe_class(worker, asks=[{}], node_id="", runtime_env=None, timeout_s=0.0)
-
-
-def find_loss(member: Member, error: Exception) -> Any:
-    """Return the loss of which the error of a worker that starts tells; None if it tells of none."""
-    core: Any = SimpleNamespace(now=SimpleNamespace(phase="starting"), memory_limit=None, ending=False)
-    return find_losses(core, {member: error}).get(member)
 
 
 # Shipped code of calls.

@@ -2,7 +2,6 @@
 """Run the shipped group in many orders of its steps; see `scripts.py`."""
 
 import contextlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,52 +10,36 @@ import pytest
 
 from fairlead_workergroup import Restart, WorkerGroupError
 
-from .exploration import describe, explore, run_seed
+from .exploration import explore, run_seed
 from .group import Behaviour, make_group
 from .ray import PretendedRay
 from .scripts import run_group
 from .seam import replaced
 
-# Runs of a night.
-RUNS = 10_000
 # Runs for each change.
 FEW = 300
-AT_A_TIME = 2
 
 
 @pytest.mark.smoke
 def test_some_interleavings():
     """No rule is broken in some orders."""
-    assert check(run_group, FEW).distinct == FEW
+    check(run_group, FEW)
 
 
-# The work is fixed: some minutes of two cores, and more where others use them too. A run that hangs ends by itself.
+# A minute of one core, and more where others use it too. A run that hangs ends by itself.
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_more_interleavings():
-    """No rule is broken in the first orders that `python -m simulation` runs; else the output has the history."""
-    each = RUNS // AT_A_TIME
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "simulation", "--first", str(at * each), "--runs", str(each)],
-            cwd=Path(__file__).parents[1],
-            env={**os.environ, "PYTHONHASHSEED": "0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for at in range(AT_A_TIME)
-    ]
-    outputs = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        pytest.fail("\n".join(outputs), pytrace=False)
+    """No rule is broken in the orders that `python -m simulation` runs; else the output has the history."""
+    command = [sys.executable, "-m", "simulation"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        pytest.fail(done.stderr, pytrace=False)
 
 
 def check(script, seeds):
-    report = explore(script, range(seeds))
-    if report.failed is not None:
-        pytest.fail(describe(None, report.failed), pytrace=False)
-    return report
+    if failure := explore(script, range(seeds)):
+        pytest.fail(failure, pytrace=False)
 
 
 def explore_group(script, seeds=200, **options):
@@ -124,7 +107,6 @@ def test_ctrl_c_leaves_nothing():
 
 
 def test_repeatable():
-    """The same seed gives the same run."""
-    first, again = (run_seed(run_group, 3, keep=True) for _ in range(2))
-    assert first.choices == again.choices
-    assert len(first.history) == len(again.history)
+    """The same seed gives the same run, and another seed another one."""
+    first, again, other = (run_seed(run_group, seed).history for seed in (3, 3, 4))
+    assert first == again != other

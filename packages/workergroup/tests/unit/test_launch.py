@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from fairlead_placement import ResourceInsufficientError
 from fairlead_workergroup import RayWorkerBuilder, launch
-from fairlead_workergroup._launch import _LaunchedGroup, _naming_options
+from fairlead_workergroup._launch import _LaunchedGroup
 
 WORKERS = {"workers": 2}
 
@@ -71,18 +70,6 @@ def test_refused(worker, options, message):
         launch(worker, **options)
     assert message in str(caught.value)
     assert not ray.is_initialized()
-
-
-def test_no_room():
-    """The note of a refused reservation names the options of `launch`, and the way to those that it lacks."""
-    with pytest.raises(ResourceInsufficientError) as caught, _naming_options({"dp": 5}, 1, 0):
-        raise ResourceInsufficientError("wait for nodes that are joining (wait_for_nodes_s)")
-    (note,) = caught.value.__notes__
-    assert note.startswith("launch requested 5 worker(s) (dp=5) with cpus_per_worker=1 each: request fewer")
-    assert "For wait_for_nodes_s, make a RayVirtualCluster with it, and a RayWorkerGroup on it." in note
-    with pytest.raises(ResourceInsufficientError) as caught, _naming_options({"dp": 5}, 1, 1):
-        raise ResourceInsufficientError("No node has a GPU.")
-    assert "gpus_per_worker=1 (0 needs no GPU) each" in caught.value.__notes__[0]
 
 
 def test_wrong_forms_of_calls():

@@ -93,10 +93,3 @@ def test_remedies(kind):
     text = str(WorkerFailureError((dataclasses.replace(FAILURE, kind=kind),)))
     assert "`restart_failed_workers()` starts them again" in text
     assert "`Restart(method=...)` names a method that loads the rest" in text
-
-
-def test_arguments_of_timeouts():
-    """A timeout keeps all of its arguments, although an OSError keeps two."""
-    error = CallTimeoutError("step", 2.5, 8, (), "because")
-    assert error.args == ("step", 2.5, 8, (), "because")
-    assert error.errno is None

@@ -54,16 +54,6 @@ def end_parent(parent) -> None:
     os.waitpid(parent[0], 0)
 
 
-def test_find_by_marks(parent, tmp_path):
-    """Processes of a dead worker are found by its mark, also if the process of the worker was never known."""
-    end_parent(parent)
-    pids = read_pids(tmp_path)
-    assert process.end_trees([], [f"{GROUP}-", f"{GROUP}-00"], 20) == []
-    assert find_running(pids.values()) == list(pids.values())
-    assert process.end_trees([], ["group-2-0", f"{GROUP}-0"], 20) == []
-    assert find_running(pids.values()) == [pids["cleared"]]
-
-
 def test_reused_pid(parent, tmp_path):
     """A process that has the pid of an ended worker is not touched, nor is its process group."""
     pid, started = parent

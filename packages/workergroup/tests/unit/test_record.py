@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -37,26 +36,6 @@ def record(monkeypatch):
 
 def read(record):
     return read_record(record._file)
-
-
-def test_content(record):
-    """It shows an idle worker, a busy one, its progress, and an idle one again; times are seconds before now."""
-    assert (read(record)["method"], read(record)["calls"], read(record)["step"]) == (None, 0, None)
-    key = record.begin(1)
-    state = read(record)
-    assert (state["method"], state["calls"], state["task"]) == ("work", 1, b"t" * 24)
-    assert state["running_s"] >= 0
-    record.progress(step=7, message="läuft")
-    state = read(record)
-    assert (state["method"], state["step"], state["message"]) == ("work", 7, "läuft")
-    assert state["since_progress_s"] <= state["running_s"]
-    record.progress(message="x" * 1000)
-    assert read(record)["message"] == "x" * 256
-    ending = time.monotonic()
-    record.end(key)
-    state = read(record)
-    assert (state["method"], state["running_s"], state["step"], state["task"]) == (None, 0.0, 7, b"")
-    assert state["since_progress_s"] <= time.monotonic() - ending
 
 
 @pytest.mark.parametrize(("step", "error"), [(1.5, TypeError), (2**63, ValueError), (-(2**63), ValueError)])

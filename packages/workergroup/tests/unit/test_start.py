@@ -144,10 +144,6 @@ class TestTiedGroups:
         with pytest.raises(ValueError, match="2 slots are bundle 0 of logical node 0"):
             lay_out(there, prefix="p", **options)
 
-    def test_beside_workers_per_node(self):
-        """It wins over workers_per_node."""
-        assert where(lay_out(slots(2), prefix="p", workers_per_node=2, bundle_indices_list=[(0, [1])])) == [(0, 1)]
-
 
 @pytest.mark.parametrize(
     ("workers", "rooms", "counts"),

@@ -20,25 +20,6 @@ def timed(function):
     return wrapper
 
 
-class Kinds:
-    def plain(self):
-        return 1
-
-    def generator(self):
-        yield 1
-
-    async def coroutine(self):
-        return 1
-
-    async def async_generator(self):
-        yield 1
-
-    wrapped_plain = timed(plain)
-    wrapped_generator = timed(timed(generator))
-    wrapped_coroutine = timed(coroutine)
-    wrapped_async_generator = staticmethod(timed(async_generator))
-
-
 @pytest.mark.parametrize(
     "option",
     [
@@ -98,7 +79,7 @@ def test_methods_with_an_underscore():
     """They are described if they are named; an async one makes the methods of the class overlap, named or not."""
     assert [*describe(Hidden)["methods"]] == ["public"]
     assert [*describe(Hidden, more=["_step"])["methods"]] == ["_step", "public"]
-    assert [describe(one)["is_async"] for one in (Hidden, Kinds, str)] == [True, True, False]
+    assert [describe(one)["is_async"] for one in (Hidden, Published, str)] == [True, True, False]
 
 
 @pytest.mark.parametrize(
