@@ -3,6 +3,7 @@
 
 import argparse
 import datetime
+import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -14,10 +15,12 @@ from rich.console import Group
 from rich.text import Text
 
 from fairlead_placement import HeadTimeoutError, PlacementError
-from fairlead_placement.extension import Output, add_command, attach, find_others, run_command
+from fairlead_placement.extension import Output, add_command, ask_head, attach, find_others, run_command
 
 from . import _show
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
+from ._ray_private import read_spans
+from ._timeline import make_timeline
 from ._verdict.rules import AFTER_S, diagnose, exit_status
 from .model import Finding, Snapshot
 
@@ -68,17 +71,22 @@ def _make_parser() -> argparse.ArgumentParser:
     why.add_argument("--report", type=Path, metavar="FILE", help="write the verdict, processes and stacks as HTML")
     _add(commands, "ps", "list the processes of all jobs, with their ranks and whether they move", _ps)
     _add(commands, "stacks", "show where processes stand, equal positions once with their ranks", _stacks)
+    timeline = _add(commands, "timeline", "write the calls and tasks of all jobs as a Chrome trace", _timeline)
+    text = "the file, such as trace.json"
+    timeline.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=text)
     return parser
 
 
 def _add(commands: Any, name: str, what: str, run: Any) -> argparse.ArgumentParser:
-    parser = add_command(commands, name, what, epilog=_EPILOG)
-    parser.set_defaults(run=run)
+    looks = name != "timeline"  # which needs Ray's head, and writes one format
+    parser = add_command(commands, name, what, epilog=_EPILOG, json=looks)
+    parser.set_defaults(run=run, here=False)
     parser.add_argument("--job", metavar="ID", help="only this job; default: all that run")
     parser.add_argument("--timeout", type=_seconds, default=TIMEOUT_S, metavar="S", help=f"of it all ({TIMEOUT_S:g})")
     text = f"between its two parts ({WINDOW_S:g})"
     parser.add_argument("--window", type=_seconds, default=WINDOW_S, metavar="S", help=text)
-    parser.add_argument("--here", action="store_true", help="only this machine, without Ray's head")
+    if looks:
+        parser.add_argument("--here", action="store_true", help="only this machine, without Ray's head")
     return parser
 
 
@@ -165,4 +173,18 @@ def _stacks(options: argparse.Namespace, output: Output) -> int:
         output.print_json(_show.clean_all({"schema": _show.SCHEMA, "stacks": [asdict(alike) for alike in classes]}))
     else:
         output.print(_show.draw_stacks(classes))
+    return 0
+
+
+def _timeline(options: argparse.Namespace, output: Output) -> int:
+    snapshot = _look(options)
+    jobs = [job.job_id for job in snapshot.jobs]
+    spans = [span for job in jobs for span in ask_head(f"list the task events of job {job}", read_spans, job)]
+    try:
+        options.output.write_text(json.dumps(make_timeline(snapshot, spans)), encoding="utf-8")
+    except OSError as error:
+        raise PlacementError(f"Cannot write the trace: {error}. Name another file with -o.") from error
+    running = sum(span.ended is None for span in spans)
+    text = f"Wrote {options.output}: {len(spans)} calls and tasks, of which {running} run."
+    output.print(Text(f"{text} Open it in https://ui.perfetto.dev."))
     return 0

@@ -7,7 +7,7 @@ driver nor who has requested a placement group, and when.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -88,13 +88,10 @@ def _parse_death(row: Any) -> Death:
 
 def read_calls(job_id: str) -> tuple[list[Call], dict[str, float], dict[str, float]]:
     """Return the open calls and tasks of a job, when the others ended, and when actors were created."""
-    from ray.core.generated.gcs_pb2 import TaskEvents
-
     latest: dict[str, Any] = {}
-    for event in map(TaskEvents.FromString, _accessor().get_task_events()):
-        task_id = event.task_id.hex()  # ends with that of its job
-        last = latest.get(task_id, event)
-        if task_id.endswith(job_id) and last.attempt_number <= event.attempt_number:
+    for event in _read_events(job_id):
+        task_id = event.task_id.hex()
+        if task_id not in latest or latest[task_id].attempt_number <= event.attempt_number:
             latest[task_id] = event
     calls, finished, created = [], dict[str, float](), dict[str, float]()
     for task_id, event in latest.items():
@@ -108,15 +105,32 @@ def read_calls(job_id: str) -> tuple[list[Call], dict[str, float], dict[str, flo
     return calls, finished, created
 
 
+def read_spans(job_id: str) -> list[Call]:
+    """Return the calls and tasks of a job that have begun, also those that are over, and each attempt of them."""
+    return [
+        _parse_call(event)
+        for event in _read_events(job_id)
+        if RUNNING in event.state_updates.state_ts_ns
+        and (event.task_info.type == _CREATION or not event.task_id.hex().startswith(_DRIVER))
+    ]
+
+
+def _read_events(job_id: str) -> Iterator[Any]:
+    from ray.core.generated.gcs_pb2 import TaskEvents
+
+    events = map(TaskEvents.FromString, _accessor().get_task_events())
+    return (event for event in events if event.task_id.hex().endswith(job_id))  # a task's id ends with that of its job
+
+
 def _parse_call(event: Any) -> Call:
     from ray.core.generated.common_pb2 import TaskStatus
 
-    info, times = event.task_info, dict(event.state_updates.state_ts_ns)
-    latest = RUNNING if RUNNING in times else max(times, key=times.__getitem__)
+    task_id, info, times = event.task_id.hex(), event.task_info, dict(event.state_updates.state_ts_ns)
+    latest = next((state for state in (FAILED, FINISHED, RUNNING) if state in times), max(times, key=times.__getitem__))
     return Call(
-        event.task_id.hex(),
+        task_id,
         info.name,
-        info.actor_id.hex(),
+        task_id[16:48] if info.type == _CREATION else info.actor_id.hex(),
         TaskStatus.Name(latest),
         times.get(RUNNING, min(times.values())) / 1e9,
         event.state_updates.worker_pid,
@@ -124,6 +138,7 @@ def _parse_call(event: Any) -> Call:
         info.parent_task_id.hex(),
         dict(info.required_resources),
         _find_installs(info.runtime_env_info.serialized_runtime_env),
+        times[latest] / 1e9 if latest in (FAILED, FINISHED) else None,
     )
 
 

@@ -15,8 +15,9 @@ from .model import Actor, Confidence, Member, Process, Snapshot, WorkerSet
 LABEL = "FAIRLEAD_INSPECT_LABEL"
 # What tells the worker sets of one job apart, beside the address of their rendezvous.
 _APART = ("MASTER_ADDR", "MASTER_PORT", "NRL_WORKER_GROUP", "WG_PREFIX")
-# Of a name such as "exp-0-1" the last number is the rank, because experiments of one driver are numbered like that.
-_NAME = re.compile(r"^(?P<prefix>.*?)[-_:.]?(?P<rank>\d+)$")
+# verl's `<prefix><Class>_<pg>:<local>`, NeMo RL's `<prefix>-grp<g>-<local>`; `<text>-<n>`. Of a name such as "exp-0-1"
+# the last number is the rank, because experiments of one driver are numbered like that.
+_NAME = re.compile(r"^(?P<prefix>.*?)[-_:.]?(?:(?P<first>\d+):|grp(?P<group>\d+)-)?(?P<last>\d+)$")
 _LIVING = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
 _Environ = Mapping[str, Mapping[str, str]]
 
@@ -115,16 +116,22 @@ def _by_environ(actors: Sequence[Actor], environ: _Environ, labels: object) -> l
 
 
 def _by_name(actors: Sequence[Actor], environ: object, labels: object) -> list[WorkerSet]:
-    parts = {actor.actor_id: match for actor in actors if (match := _NAME.match(actor.name))}
+    parts = {actor.actor_id: match.groupdict() for actor in actors if (match := _NAME.match(actor.name))}
+
+    def first(actor: Actor) -> str | None:
+        return parts[actor.actor_id]["first"] or parts[actor.actor_id]["group"]
 
     def key(actor: Actor) -> Any:
-        part = parts.get(actor.actor_id)
-        return None if part is None else (actor.job_id, actor.namespace, part["prefix"], actor.class_name)
+        if (part := parts.get(actor.actor_id)) is None:
+            return None
+        return actor.job_id, actor.namespace, part["prefix"], actor.class_name, first(actor) is not None
 
     worker_sets = []
-    for named in _group(actors, key).values():
+    for (*_, pairs), named in _group(actors, key).items():
         if len(alike := _without_former(named)) > 1:
-            ranks = {actor.actor_id: (int(parts[actor.actor_id]["rank"]), "name") for actor in alike}
+            numbers = {actor.actor_id: (int(first(actor) or 0), int(parts[actor.actor_id]["last"])) for actor in alike}
+            known = _from_pairs(numbers) if pairs else {actor_id: last for actor_id, (_, last) in numbers.items()}
+            ranks = {actor_id: (rank, "name") for actor_id, rank in known.items()}
             worker_sets.append(_make("names", "likely", alike, ranks))
     return worker_sets
 
@@ -133,6 +140,14 @@ def _without_former(actors: Sequence[Actor]) -> list[Actor]:
     """Return actors without those that had died before one of the others was created."""
     created = [actor.created for actor in actors if actor.state == "ALIVE"]
     return [actor for actor in actors if actor.death is None or all(moment <= actor.death.at for moment in created)]
+
+
+def _from_pairs(numbers: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return the ranks of names with two integers, of which the last is a rank in a group; none if one is missing."""
+    groups, locals_ = sorted({first for first, _ in numbers.values()}), {second for _, second in numbers.values()}
+    if len(numbers) != len(groups) * len(locals_) or locals_ != set(range(len(locals_))):
+        return {}
+    return {actor_id: groups.index(first) * len(locals_) + second for actor_id, (first, second) in numbers.items()}
 
 
 def _maker(actor: Actor) -> tuple[str, str, str, str]:

@@ -148,7 +148,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Call:
-    """An open call or task, from Ray's task events: when it began, or else was submitted.
+    """A call or task, from Ray's task events: when it began, or else was submitted, and when it `ended` if it has.
 
     `parent` is the task that has submitted it. A task requests `resources`, and `environment` lists what its runtime
     environment installs.
@@ -164,6 +164,7 @@ class Call:
     parent: str = ""
     resources: Mapping[str, float] = field(default_factory=dict, hash=False)
     environment: tuple[str, ...] = ()
+    ended: float | None = None
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,15 @@ def test_agent_stopped(driver, stop_process):
 
 
 @pytest.mark.nightly
+def test_timeline(driver, tmp_path):
+    """The track of an actor has the name of its group and its rank."""
+    assert run("timeline", "-o", str(tmp_path / "trace.json")).returncode == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    assert {f"policy rank {rank}" for rank in range(4)} <= names
+
+
+@pytest.mark.nightly
 def test_stopped_worker(driver, stop_process):
     """A worker that is stopped is named, although others wait for another one too."""
     pid = next(one["pid"] for one in members() if one["rank"] == 1)

@@ -101,14 +101,16 @@ def test_tables(job, eventually):
 
     def running():
         found, finished, created = _ray_private.read_calls(job)
-        by_id = {call.task_id: call for call in found}
-        call = by_id.get(calls[0].task_id().hex())
-        if call is None or call.state != "RUNNING" or not finished or one._actor_id.hex() not in created:
-            return False
-        assert (call.name, call.actor_id, call.node_id) == ("Sleeper.sleep", one._actor_id.hex(), mine.node_id)
-        return call.pid > 0 and created[call.actor_id] < max(finished.values()) < call.began < time.time()
+        states = {call.task_id: call.state for call in found}
+        return states.get(calls[0].task_id().hex()) == "RUNNING" and finished and one._actor_id.hex() in created
 
     assert eventually(running, 60)
+    spans = {found.name.rpartition(".")[2]: found for found in _ray_private.read_spans(job)}
+    assert {"__init__", "ready", "sleep"} <= spans.keys()
+    assert {found.actor_id for found in spans.values()} == {one._actor_id.hex()}
+    assert spans["ready"].began < spans["ready"].ended < spans["sleep"].began < time.time()
+    assert (spans["sleep"].ended, spans["sleep"].state, spans["sleep"].pid > 0) == (None, "RUNNING", True)
+    assert spans["sleep"].node_id == mine.node_id
     for actor in (one, pending):
         ray.kill(actor)
     assert eventually(lambda: any(found.death for found in _ray_private.read_actors(job)), 60)

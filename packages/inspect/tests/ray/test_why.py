@@ -163,6 +163,18 @@ def test_report(job, tmp_path):
     assert "secret-of-the-job" not in text
 
 
+def test_timeline(job, tmp_path):
+    """The trace has a track for each actor, and what runs is marked; a file that cannot be written is refused."""
+    path = tmp_path / "trace.json"
+    done = run(job, "timeline", "-o", str(path), "--job", job[1], "--timeout", "60")
+    assert (done.returncode, "2 run" in done.stdout) == (0, True), done
+    events = json.loads(path.read_text())["traceEvents"]
+    running = [one["name"] for one in events if one["ph"] == "X" and one["args"].get("running")]
+    assert sorted(running) == ["Controller.run (running)", "Trainer.train (running)"]
+    assert "secret-of-the-job" not in path.read_text()
+    assert run(job, "timeline", "-o", str(tmp_path / "missing" / "trace.json")).returncode == 3
+
+
 WATCHDOG = """
     import pickle, time
     import ray

@@ -59,9 +59,11 @@ def test_disputed():
 @pytest.mark.parametrize(
     ("names", "ranks"),
     [
+        (["policy_w_1:0", "policy_w_0:1", "policy_w_0:0", "policy_w_1:1"], [2, 1, 0, 3]),  # verl: the last is local
         (["lm-grp0-0", "lm-grp0-1"], [0, 1]),
         (["trainer-3", "trainer-1"], [3, 1]),
         (["w.0", "w.1"], [0, 1]),
+        (["w_0:0", "w_0:1", "w_1:0"], [None, None, None]),  # one is missing, so the numbers say nothing
     ],
 )
 def test_names(names, ranks):
