@@ -9,10 +9,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PlacementTimeoutError, RayVirtualCluster
-from fairlead_placement._reserve import wait as _wait
 
 
 def kill(nodes: Cluster, node_id: str, eventually) -> None:
@@ -67,27 +66,3 @@ def test_a_lost_node_is_replaced(nodes, eventually):
         ]
         assert live_groups() == ["lasting", "lasting"]  # the group that lost all its bundles is gone
         assert cluster.replace_lost_nodes() == ()
-
-
-def test_a_node_that_is_drained_meanwhile(nodes, monkeypatch):
-    """A reservation avoids a node that starts to drain during it (seam: the moment at which it drains)."""
-    slots_of = _wait.slots_of
-    drained: list[str] = []
-
-    def drain_first(placed, capacity, **options):
-        if not drained:
-            drained.append(placed[0].node_ids[0])
-            client = ray._private.worker.global_worker.gcs_client
-            assert client.drain_node(drained[0], 2, "maintenance", int((time.time() + 600) * 1000))[0]
-        return slots_of(placed, capacity, **options)
-
-    class Busy:  # an idle node ends as soon as it drains
-        def here(self):
-            return True
-
-    strategies = [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in nodes.worker_nodes]
-    busy = [ray.remote(num_cpus=1)(Busy).options(scheduling_strategy=strategy).remote() for strategy in strategies]
-    assert ray.get([actor.here.remote() for actor in busy], timeout=120) == [True, True]
-    monkeypatch.setattr(_wait, "slots_of", drain_first)
-    with RayVirtualCluster([1], use_gpus=False) as cluster:
-        assert [slot.node_id in drained for slot in cluster.slots()] == [False]
