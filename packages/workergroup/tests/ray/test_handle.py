@@ -259,7 +259,7 @@ def test_resize(local_ray):
         group.resize(dp=2)
         wait_until_published(group)
         assert len(handle.call("pid").result()) == 2
-        with pytest.raises(StaleGroupError, match="dp=2"):
+        with pytest.raises(StaleGroupError, match="'dp': 2"):
             last.call("pid")
 
 
