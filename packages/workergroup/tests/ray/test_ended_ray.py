@@ -31,20 +31,21 @@ def last_ray():
 
 def start():
     if not ray.is_initialized():
-        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="warning")
+        ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="warning")
 
 
 @pytest.fixture
 def ended():
-    """A group, calls of it, and its cluster, of a Ray that is no more."""
+    """A group, calls of it, and its cluster, of a Ray that is no more; without another one, there is nothing to end."""
     start()
-    cluster = RayVirtualCluster([2], use_gpus=False)
+    cluster = RayVirtualCluster([3], use_gpus=False)
     cluster.reserve()
-    group = RayWorkerGroup(cluster, Worker)
+    group, other = RayWorkerGroup(cluster, Worker, 2), RayWorkerGroup(cluster.slots()[2:], Worker)
     answered, streaming = group.call("answer"), group.call("items")
     classic = group.run_all_workers_single_data("answer")
     answered.result()
     ray.shutdown()
+    assert other.shutdown()
     return cluster, group, answered, streaming, classic
 
 
