@@ -35,14 +35,8 @@ class World:
     get: Callable[..., list[Any]] = staticmethod(ray.get)
 
     def spawn(self, name: str, work: Callable[[], object]) -> None:
-        """Run a function on a thread of its own, in the context of the caller, that never starts a Ray.
-
-        At the exit of the interpreter, which starts no threads, run it here.
-        """
-        try:
-            run_in_thread(contextvars.copy_context().run, work, name=name)
-        except RuntimeError:
-            work()
+        """Run a function on a thread of its own, in the context of the caller, that never starts a Ray."""
+        run_in_thread(contextvars.copy_context().run, work, name=name)
 
     def wait(self, refs: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
         done: tuple[list[Any], list[Any]] = ray.wait(list(refs), **options)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of a group that another process has made, such as those of an RL controller in an actor, or of a notebook."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 
 import ray
 
-from fairlead_placement import init_ray
+from fairlead_placement import PlacementError, init_ray
 from fairlead_placement.extension import actor_id_of, ask_head, head_deadline, read_board, refuse_client, run_in_thread
 from fairlead_sharding import NamedSharding
 
@@ -19,7 +20,7 @@ from .._observe.board import ANSWER_S, KEY, PublishedGroup, find_group, read_gro
 from .._start.worker_class import WorkerClass
 from .._status import STUCK_AFTER_S, WorkerStatus, read_statuses
 from .._world import Deadline
-from ..exceptions import WorkerGroupError
+from ..exceptions import StaleGroupError, WorkerFailure, WorkerFailureError, WorkerGroupError, format_ranks
 from .map import MapOptions
 from .view import Target, TypedCalls
 
@@ -195,6 +196,20 @@ class _ClientCore(Core):
             raise ValueError(
                 f"retries={retries} needs a call of the process that made the group, which restarts the workers"
             )
+
+    def failure_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError | StaleGroupError:
+        """Return the error that reports losses, or the one about workers that have been or are being replaced."""
+        with contextlib.suppress(WorkerGroupError, PlacementError):
+            self.renew()
+        still_lost = self.now.lost.keys() - set(self.now.restarting)
+        replaced = [failure.rank for failure in lost if failure.rank not in still_lost]
+        if not replaced:
+            return super().failure_error(lost)
+        return StaleGroupError(
+            f"rank(s) {format_ranks(replaced)} of {self.name_prefix!r} are being restarted, or have been since this "
+            "handle has read the group, and may have run the call before. Make the call again.",
+            self.now.group_epoch,
+        )
 
     def renew(self, at_least: int = 0) -> None:
         """Read the members again if their owner has published others; wait shortly for those of an epoch."""

@@ -268,7 +268,6 @@ class _Run:
             with head_deadline(self.until.left()):
                 self.started |= self._provisioner.start(staged, self.plan.replaced, self.until)
         except Exception as error:
-            self._core.check_goes_on()
             cause, failed, text = str(error), -1, f"{NOT_STARTED}{error}"
             if isinstance(error, WorkerStartError):
                 cause, failed, text = error.reason, error.rank, str(error)
@@ -281,7 +280,9 @@ class _Run:
                 kind: FailureKind = "start-failed" if failed in (rank, -1) else "killed"
                 reports.append((member, member.failure(kind, f"in a restart: {cause}")))
             self._core.advance(restarts=self._restarts)
-            raise WorkerFailureError(tuple(self._core.note(reports, override=True)), text) from error
+            lost = tuple(self._core.note(reports, override=True))
+            self._core.check_goes_on()  # at the end of the group these ranks have no cleanup
+            raise WorkerFailureError(lost, text) from error
 
     @property
     def _restarts(self) -> int:

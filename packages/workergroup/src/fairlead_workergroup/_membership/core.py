@@ -364,7 +364,7 @@ class Core:
 
     # Errors.
 
-    def failure_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError:
+    def failure_error(self, lost: Sequence[WorkerFailure]) -> WorkerFailureError | StaleGroupError:
         """Return the error that reports losses, with what its user can do about them."""
         remedy = self._remedy or self._explain_restart([failure.rank for failure in lost])
         if self.ending:

@@ -24,7 +24,7 @@ from .._ray_private import how_it_ended, is_known_dead, lost_with
 from .._remote.process import find_ended
 from .._remote.stacks import find_innermost
 from .._world import NEVER, Deadline
-from ..exceptions import FailureKind, WorkerFailure, WorkerStartError
+from ..exceptions import FailureKind, StaleGroupError, WorkerFailure, WorkerStartError
 from .core import Core
 
 _LOST = (
@@ -193,6 +193,8 @@ def diagnose(
         known_dead = ((member, member.lost) for member in core.now.members if member.actor_id in actor_ids)
         lost |= {member: loss for member, loss in known_dead if loss is not None}
         failure = core.failure_error(core.note(sorted(lost.items(), key=lambda item: item[0].rank)))
+        if isinstance(failure, StaleGroupError):  # the call was sent, so that any of them may have run it
+            failure = replace(failure, ran=tuple(sorted({core.member_of(ref).rank for ref in refs})))
         failure.__cause__ = next(iter(failed.values()), first)
         return failure
     return explain_errors(failed, method) if failed else first
