@@ -375,13 +375,14 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
         deadline = self._until(timeout)
         arrivals = self._wait_until_sent(deadline)
         streams = {arrivals.sent.replies[position]: position for position in self._positions}
-        while streams:
+        waiting = list(streams)
+        while waiting or any(map(taken, streams)):
             # One item of each worker that has one, then the next round: Ray prefers some workers to others.
             if not any(map(taken, streams)):
-                if not (news := wait_for_news(list(streams), deadline, arrivals.check_late, turn_s)):
+                if not (news := wait_for_news(waiting, deadline, arrivals.check_late, turn_s)):
                     yield []
-                streams = {stream: position for stream, position in streams.items() if not news.get(stream)}
-            for stream, position in list(streams.items()):
+                waiting = [stream for stream in waiting if not news.get(stream)]
+            for stream, position in streams.items():
                 if not (items := taken(stream)):
                     continue
                 # An item that cannot be fetched is kept: an error is raised again, and a timeout loses nothing.

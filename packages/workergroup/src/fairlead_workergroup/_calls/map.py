@@ -105,8 +105,9 @@ class ItemMap:
                 while self._fill():
                     if not (ready := self._take_ready()):
                         self._wait_for_news(turn_s)
-                        yield []
                         bar.show(self._taken - len(self._sent) - len(self._again))
+                        yield []
+                        ready = self._take_ready()
                     for value in ready:
                         if isinstance(value, _Failure):
                             raise value.error
