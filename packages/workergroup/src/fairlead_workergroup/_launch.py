@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any, NoReturn
 
 import ray
@@ -93,8 +93,8 @@ def launch(
     if positional:
         raise TypeError(f"launch takes the class and then options by name, such as workers=2, got {positional}")
     init_kwargs = {} if init_kwargs is None else init_kwargs
-    _check_start(init_args, init_kwargs, timeout_s, gpus_per_worker)
-    builder = _make_builder(worker, init_args, init_kwargs)
+    _check_start(worker, init_args, init_kwargs, timeout_s, gpus_per_worker)
+    builder = worker if isinstance(worker, RayWorkerBuilder) else RayWorkerBuilder(worker, *init_args, **init_kwargs)
     sharding = NamedSharding.from_shape(**_check_axes(worker, workers, axes))
     restart = read_option("restart", restart, Restart)
     python = choose_python(python, builder.ray_actor_class_fqn)
@@ -134,16 +134,6 @@ def launch(
         )
         group.made = made.pop_all()
     return group
-
-
-def _make_builder(
-    worker: RayWorkerBuilder | ClassLike, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> RayWorkerBuilder:
-    if not isinstance(worker, RayWorkerBuilder):
-        return RayWorkerBuilder(worker, *args, **kwargs)
-    if args or kwargs:
-        raise TypeError("launch got a RayWorkerBuilder and init_args or init_kwargs: give the arguments to the builder")
-    return worker
 
 
 def _connect(address: str | None, cpus: int) -> None:
@@ -234,18 +224,19 @@ def _check_axes(worker: object, workers: int | None, axes: Mapping[str, int]) ->
 
 def _constructor_parameters(cls: type) -> Collection[str]:
     try:
-        parameters = signature(cls).parameters.values()
+        parameters = signature(cls).parameters
     except (TypeError, ValueError):
         return ()
-    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return [parameter.name for parameter in parameters if parameter.kind in by_name]
+    return [name for name in parameters if name not in ("args", "kwargs")]
 
 
-def _check_start(init_args: object, init_kwargs: object, timeout_s: object, gpus: object) -> None:
+def _check_start(worker: object, init_args: object, init_kwargs: object, timeout_s: object, gpus: object) -> None:
     """Refuse arguments of a constructor that are not in a list and a dict, and numbers that are none."""
     for name, value, kinds in (("init_args", init_args, (list, tuple)), ("init_kwargs", init_kwargs, (dict,))):
         if not isinstance(value, kinds):
             raise TypeError(f"{name} must be a {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
+    if isinstance(worker, RayWorkerBuilder) and (init_args or init_kwargs):
+        raise TypeError("launch got a RayWorkerBuilder and init_args or init_kwargs: give the arguments to the builder")
     check_seconds("timeout_s", timeout_s)
     if isinstance(gpus, bool) or not isinstance(gpus, (int, float)) or gpus < 0:
         raise ValueError(f"gpus_per_worker must be a number of at least 0, got {gpus!r}")

@@ -83,12 +83,8 @@ def read_restart(restart: Restart | None, flat: Mapping[str, Any], constructor: 
 def _find_nearest(name: str, constructor: Callable[..., None]) -> str:
     """Return how the parameter, or the field of a value, whose name is the most like this one is written."""
     written = {name: f"{name}=" for name in (*inspect.signature(constructor).parameters, *FlatOptions.__annotations__)}
-    for parameter, value in (
-        ("restart", Restart),
-        ("elastic", Elastic),
-        ("worker", WorkerOptions),
-        ("timeouts", Timeouts),
-    ):
+    values = {"restart": Restart, "elastic": Elastic, "worker": WorkerOptions, "timeouts": Timeouts}
+    for parameter, value in values.items():
         written |= {field.name: f"{parameter}={value.__name__}({field.name}=...)" for field in fields(value)}
     return written[difflib.get_close_matches(name, written.keys() - {"self", "flat"}, 1, 0.0)[0]]
 

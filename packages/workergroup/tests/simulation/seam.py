@@ -103,7 +103,7 @@ def replacements(pretended: "PretendedRay", placement: "PretendedPlacement") -> 
         # What a group publishes for other processes.
         "ray.get_runtime_context": lambda: CONTEXT,
         f"{ours}._observe.board.publish": lambda key, version, data: None,
-        f"{ours}._observe.board.await_published": lambda key, **options: True,
+        f"{ours}._membership.provision.await_published": lambda key, **options: True,
         f"{ours}._observe.board.withdraw": lambda key: None,
         f"{ours}._group.release_when_dropped": lambda *_: None,
         f"{ours}._group.uuid": SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="simulated")),

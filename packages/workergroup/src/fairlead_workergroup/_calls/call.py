@@ -20,9 +20,9 @@ from .._ray_private import end_of, is_stream
 from .._replies import NotYet, ResultStream, short_traceback, taken, until, wait_for_news, watch
 from .._start.worker_class import Method
 from .._world import Deadline, Event, check_timeout, wait_for_event
-from ..exceptions import CallCancelledError, WorkerFailureError
+from ..exceptions import WorkerFailureError
 from .plan import CallOptions, Recipients, prepare_call
-from .results import Arrivals, MultiWorkerFuture, Outcome, flatten, recipients_of
+from .results import Arrivals, MultiWorkerFuture, Outcome, cancelled_error, flatten, recipients_of
 
 if TYPE_CHECKING:
     # Only the one of typing_extensions has a default before Python 3.13.
@@ -299,11 +299,8 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
     def _check_open(self) -> None:
         """Refuse to wait for a call that was cancelled, or whose Ray has ended."""
         if self._cancelled:
-            raise self._cancelled_error()
+            raise cancelled_error(self._planned.method.name, self._cancelled)
         self._core.connection.check()
-
-    def _cancelled_error(self) -> CallCancelledError:
-        return CallCancelledError(self._planned.method.name, tuple(sorted(self._cancelled)))
 
     @property
     def _arrivals(self) -> Arrivals:
@@ -326,7 +323,7 @@ class Call(PassedOn, MultiWorkerFuture, Generic[Result]):
             try:
                 error = self.sending.exception(deadline.left())
             except CancelledError:
-                raise self._cancelled_error() from None
+                raise cancelled_error(self._planned.method.name, self._cancelled) from None
             except TimeoutError:
                 raise self._core.unsent_error(self._planned) from None
             if error is not None:

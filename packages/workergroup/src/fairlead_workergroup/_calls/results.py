@@ -3,7 +3,7 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,6 +125,10 @@ def flatten(replies: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     return [item for reply, value in pairs for item in (value if is_stream(reply) else [value])]
 
 
+def cancelled_error(method: str, ranks: Iterable[int]) -> CallCancelledError:
+    return CallCancelledError(method, tuple(sorted(ranks)))
+
+
 def cancel(core: Core, sent: Sequence[Any], method: str, *, force: bool) -> list[int]:
     """Drop requests of a method that have not started, given by their replies; return the ranks that run it.
 
@@ -213,7 +217,7 @@ class Arrivals:
             (value,) = collect([reply], NEVER, self.check_late)
         except (RayError, WorkerGroupError) as error:
             if self._ranks[position] in self._cancelled:
-                return self.make_outcome(position, error=self._cancelled_error(self._ranks[position]))
+                return self.make_outcome(position, error=cancelled_error(self._method, [self._ranks[position]]))
             # A call of the owner is never refused; an argument of it may be.
             if not self._core.is_owner and _refused_epoch(error) is not None:
                 raise self._refused_error() from None
@@ -225,7 +229,7 @@ class Arrivals:
         late: BaseException | None = None
         if pending := dict.fromkeys(self.pending()):
             ranks = [self._ranks[position] for position in pending]
-            late = self._cancelled_error(*ranks) if self._cancelled else self.late_error(list(pending))
+            late = cancelled_error(self._method, ranks) if self._cancelled else self.late_error(list(pending))
         wanted, others = self.sent.call.recipients.positions
         outcomes = [
             self.make_outcome(position, error=late) if position in pending else self.outcome(position)
@@ -242,7 +246,7 @@ class Arrivals:
         """Return the exception to raise for an error of Ray, with all ranks that have failed so far."""
         self._core.connection.check()
         if self._cancelled:
-            return self._cancelled_error(*self._cancelled)
+            return cancelled_error(self._method, self._cancelled)
         failure = diagnose(ends_of(self.sent.replies), error, self._core, self._method, deadline)
         if self._core.is_owner or isinstance(failure, WorkerFailureError):
             return failure
@@ -255,9 +259,6 @@ class Arrivals:
         unfinished = self.pending()
         self._cancelled.update(self._ranks[position] for position in unfinished)
         return cancel(self._core, [self.sent.replies[position] for position in unfinished], self._method, force=force)
-
-    def _cancelled_error(self, *ranks: int) -> CallCancelledError:
-        return CallCancelledError(self._method, tuple(sorted(ranks)))
 
     def _refused_error(self) -> StaleGroupError:
         """Return the error of a call of a handle that workers have refused, and cancel the rest of the call once."""

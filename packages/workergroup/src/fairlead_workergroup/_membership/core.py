@@ -163,9 +163,9 @@ class Core:
         return member.rank < len(members) and members[member.rank].actor_id == member.actor_id
 
     def is_lost(self, reply: Any) -> bool:
-        """Return whether the worker that makes a reply belonged to the group, and is dead or has been replaced."""
-        member = self.find(replies.actor_of(reply))
-        return member is not None and not (self.is_present(member) and self.now.members[member.rank].lost is None)
+        """Return whether the worker that makes a reply is dead or has been replaced."""
+        member = self.member_of(reply)
+        return not (self.is_present(member) and self.now.members[member.rank].lost is None)
 
     def commit(self, state: GroupState) -> None:
         """Begin an epoch with other members; the only way in which members are replaced."""

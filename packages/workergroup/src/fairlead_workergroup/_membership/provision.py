@@ -18,7 +18,7 @@ from ray import ObjectRef
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fairlead_placement import PortLease, RayVirtualCluster, Slot, lease_ports
-from fairlead_placement.extension import actor_id_of, ask_head, group_pairs, head_deadline
+from fairlead_placement.extension import actor_id_of, ask_head, await_published, group_pairs, head_deadline
 from fairlead_sharding import NamedSharding
 from fairlead_venvs import VenvSpec
 
@@ -215,7 +215,7 @@ class Provisioner:
     def await_handles(self) -> None:
         """Wait a moment until handles that look now see the group."""
         if self._publication is not None:
-            self._publication.await_handles(ANSWER_S)
+            await_published(self._publication.key, timeout_s=ANSWER_S)
 
     def commit(self, staged: Staged) -> None:
         self._now, self._core.worker_class = staged, staged.worker_class

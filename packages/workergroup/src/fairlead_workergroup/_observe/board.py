@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from fairlead_placement.extension import Board, await_published, find_boards, publish, read_boards, withdraw
+from fairlead_placement.extension import Board, find_boards, publish, read_boards, withdraw
 
 from .._model import GroupState, Member, Place
 from ..exceptions import WorkerGroupError
@@ -45,10 +45,6 @@ class Publication:
         self.version += 1
         state = replace(now, members=members).to_wire()
         publish(self.key, self.version, {**self._about, "publication": self.version, "state": state})
-
-    def await_handles(self, timeout_s: float) -> None:
-        """Wait until the handles of other processes learn what is published, or until the timeout."""
-        await_published(self.key, timeout_s=timeout_s)
 
     def withdraw(self) -> None:
         """Withdraw everything, without waiting for the board."""
