@@ -4,6 +4,7 @@
 import argparse
 import datetime
 import json
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -15,7 +16,7 @@ from rich.console import Group
 from rich.text import Text
 
 from fairlead_placement import HeadTimeoutError, PlacementError
-from fairlead_placement.extension import Output, add_command, ask_head, attach, find_others, run_command
+from fairlead_placement.extension import Output, add_command, ask_head, attach, list_raylets, run_command
 
 from . import _show
 from ._fanout import TIMEOUT_S, WINDOW_S, look_at_cluster, look_here
@@ -78,14 +79,14 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add(commands: Any, name: str, what: str, run: Any) -> argparse.ArgumentParser:
-    looks = name != "timeline"  # which needs Ray's head, and writes one format
-    parser = add_command(commands, name, what, epilog=_EPILOG, json=looks)
+    parser = add_command(commands, name, what, epilog=_EPILOG)
     parser.set_defaults(run=run, here=False)
     parser.add_argument("--job", metavar="ID", help="only this job; default: all that run")
     parser.add_argument("--timeout", type=_seconds, default=TIMEOUT_S, metavar="S", help=f"of it all ({TIMEOUT_S:g})")
     text = f"between its two parts ({WINDOW_S:g})"
     parser.add_argument("--window", type=_seconds, default=WINDOW_S, metavar="S", help=text)
-    if looks:
+    if name != "timeline":  # which needs Ray's head, and writes one format
+        parser.add_argument("--json", action="store_true", help="print JSON; its fields are stable, see 'schema'")
         parser.add_argument("--here", action="store_true", help="only this machine, without Ray's head")
     return parser
 
@@ -106,7 +107,10 @@ def _look(options: argparse.Namespace) -> Snapshot:
     snapshot = look_at_cluster(options.job, window_s=options.window, timeout_s=options.timeout)
     if options.job is not None and not snapshot.jobs:
         raise PlacementError(f"There is no running job {options.job!r}.")
-    if options.address == "auto" and (others := find_others()):
+    nodes = {node.node_id for node in snapshot.nodes}
+    mine = {raylet.address: raylet for raylet in list_raylets() if raylet.user == os.getuid()}
+    others = [f"{raylet.address} (process {raylet.starter})" for raylet in mine.values() if raylet.node_id not in nodes]
+    if options.address == "auto" and others:
         here = ray.get_runtime_context().gcs_address
         note = f"Looked at {here}; also running on this machine: {', '.join(others)}. Choose with --address."
         return replace(snapshot, notes=(note, *snapshot.notes))
@@ -125,7 +129,6 @@ def _why(options: argparse.Namespace, output: Output) -> int:
         if suspects and equal == MOST_EQUAL:
             return status
         before = suspects
-        output.flush()
         time.sleep(options.watch)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import ray
 
 from ._nodes.background import run_in_thread
-from ._nodes.head import CLIENT_REMEDY, ask_head, refuse_client
-from ._ray_private import Raylet, cluster_file, connect_to_head, list_raylets
+from ._nodes.head import CLIENT_REMEDY, refuse_client
+from ._ray_private import cluster_file, connect_to_head, list_raylets
 from .exceptions import HeadTimeoutError, PlacementError
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,8 @@ def find_target(named: str | None) -> tuple[str, str, bool] | None:
             return address, f"`ray start` announced in {file}", False
     if may_start:
         return None
-    others = _list_clusters()
+    mine = {raylet.address: raylet for raylet in list_raylets() if raylet.user == os.getuid()}
+    others = [raylet for raylet in mine.values() if _answers(raylet.address)]
     if len(others) == 1:
         return others[0].address, f"process {others[0].starter} started", False
     listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
@@ -154,18 +155,6 @@ def find_target(named: str | None) -> tuple[str, str, bool] | None:
         "by HOST:PORT (`address` of init_ray, --address of a command, or RAY_ADDRESS), run this on one of its nodes, "
         "or start one with `ray start --head`."
     )
-
-
-def _list_clusters() -> list[Raylet]:
-    """Return a raylet of each cluster that this user runs on this machine, and that answers."""
-    mine = {raylet.address: raylet for raylet in list_raylets() if raylet.user == os.getuid()}
-    return [raylet for raylet in mine.values() if _answers(raylet.address)]
-
-
-def find_others() -> list[str]:
-    """Return the other clusters of this user on this machine than the one that this process is attached to, as text."""
-    mine = {node["NodeID"] for node in ask_head("list the nodes", ray.nodes)}
-    return [f"{raylet.address} (process {raylet.starter})" for raylet in _list_clusters() if raylet.node_id not in mine]
 
 
 def _answers(address: str) -> bool:

@@ -24,7 +24,7 @@ WIDTH = 160
 COMMAND_MARK: str = "fairlead_command"
 
 
-def add_command(commands: Any, name: str, what: str, *, epilog: str, json: bool = True) -> argparse.ArgumentParser:
+def add_command(commands: Any, name: str, what: str, *, epilog: str) -> argparse.ArgumentParser:
     """Add a command that attaches to a cluster to the result of `add_subparsers`, and return its parser.
 
     Args:
@@ -32,7 +32,6 @@ def add_command(commands: Any, name: str, what: str, *, epilog: str, json: bool 
         name: the name of the command.
         what: what it does, as a phrase that begins with a verb.
         epilog: the end of its help, with the exit statuses.
-        json: whether it can print JSON.
     """
     shape = argparse.RawDescriptionHelpFormatter
     about = f"{what[0].upper()}{what[1:]}."
@@ -41,8 +40,6 @@ def add_command(commands: Any, name: str, what: str, *, epilog: str, json: bool 
     )
     default = "default: RAY_ADDRESS, or the announced or only one here"
     parser.add_argument("--address", default="auto", help=f"address of the cluster; {default}")
-    if json:
-        parser.add_argument("--json", action="store_true", help="print JSON; its fields are stable, see 'schema'")
     return parser
 
 
@@ -116,12 +113,9 @@ class Output:
         with console.capture() as captured:
             console.print(renderable)
         # rich would end the program itself if the pipe is closed.
-        self._file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
-
-    def flush(self) -> None:
-        """Write what is printed at once."""
-        self._file.flush()
+        lines = [f"{line.rstrip()}\n" for line in captured.get().splitlines()]
+        print(*lines, sep="", end="", file=self._file, flush=True)
 
     def print_json(self, value: Any) -> None:
         """Print a value as JSON."""
-        self._file.write(json.dumps(value, indent=2) + "\n")
+        print(json.dumps(value, indent=2), file=self._file, flush=True)

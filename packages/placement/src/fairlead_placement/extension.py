@@ -6,7 +6,6 @@ deadline, read what a cluster has, claim slots for a group of workers, run funct
 processes, and release what a dropped object holds.
 """
 
-from ._init import find_others
 from ._model import count_bundles, format_coords, group_pairs
 from ._nodes.background import OneTimeEvent, run_in_thread
 from ._nodes.board import (
@@ -35,6 +34,7 @@ from ._ray_private import (
     collect,
     connection,
     drain_deadlines,
+    list_raylets,
 )
 from ._reserve.claims import SlotClaim, claim_slots
 from ._reserve.finalizers import release_when_dropped
@@ -67,10 +67,10 @@ __all__ = [
     "create_groups",
     "drain_deadlines",
     "find_boards",
-    "find_others",
     "format_coords",
     "group_pairs",
     "head_deadline",
+    "list_raylets",
     "number_slots",
     "publish",
     "read_board",

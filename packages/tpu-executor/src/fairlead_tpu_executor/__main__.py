@@ -26,9 +26,7 @@ exit status:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fairlead_tpu_executor", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    extension.add_command(
-        commands, "status", "show the slices of a cluster and their users", epilog=_EPILOG, json=False
-    )
+    extension.add_command(commands, "status", "show the slices of a cluster and their users", epilog=_EPILOG)
     address: str = parser.parse_args(argv).address
 
     def command() -> int:

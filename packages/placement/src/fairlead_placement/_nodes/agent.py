@@ -40,6 +40,7 @@ PAUSE_S = 0.2
 ANSWER_S = 60.0
 # fairlead-placement need not be installed on the nodes.
 ray.cloudpickle.register_pickle_by_value(agent_process)
+_ActorClass: Any = ray.remote(concurrency_groups={"end": 1})(agent_process.NodeAgent)
 
 
 @dataclass(eq=False)
@@ -61,16 +62,6 @@ _lock = threading.RLock()
 _agents: dict[str, _Agent] = {}
 # Called on a background thread with the names that an agent has held, after it has died.
 listeners: list[Callable[[Collection[str]], object]] = []
-
-
-@functools.cache
-def _actor_class() -> Any:
-    return ray.remote(concurrency_groups={"end": 1})(agent_process.NodeAgent)
-
-
-def board_prefix(job_id: str, owner: str) -> str:
-    """Return the beginning of the name of the agent of a process on its own node."""
-    return f"{AGENT_NAME_PREFIX}{job_id}-{owner}-"
 
 
 def ask_agents(
@@ -173,9 +164,9 @@ def _create_actor(node_id: str) -> Any:
     context = ray.get_runtime_context()
     if node_id == context.get_node_id():
         # The name of an agent that has died may still be taken.
-        name = board_prefix(context.get_job_id(), context.get_worker_id()) + uuid.uuid4().hex[:8]
+        name = f"{AGENT_NAME_PREFIX}{context.get_job_id()}-{context.get_worker_id()}-{uuid.uuid4().hex[:8]}"
         options |= {"name": name, "namespace": NAMESPACE}
-    return create_actor(_actor_class(), (), **options)
+    return create_actor(_ActorClass, (), **options)
 
 
 def _kill(handles: list[Any], is_known: bool = True) -> None:

@@ -12,7 +12,7 @@ import ray
 
 from .._ray_private import collect, connection
 from ..exceptions import PlacementError
-from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_agents, board_prefix, listeners, nodes_with, release
+from .agent import AGENT_NAME_PREFIX, NAMESPACE, ask_agents, listeners, nodes_with, release
 from .head import ask_head, refuse_client
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def find_boards(job_id: str = "", owner: str = "") -> list[Board]:
     Raises:
         HeadTimeoutError: Ray's head did not answer within `head_deadline`.
     """
-    prefix = board_prefix(job_id, owner) if owner else AGENT_NAME_PREFIX
+    prefix = f"{AGENT_NAME_PREFIX}{job_id}-{owner}-" if owner else AGENT_NAME_PREFIX
 
     def find() -> list[Board]:
         boards = []

@@ -77,14 +77,8 @@ def run_in_tasks(
     }
 
 
-@functools.cache
-def _remote() -> Any:
-    """Return the remote function that calls any other, which so is sent to the head once for each connection."""
-
-    def call(code: bytes, *args: Any) -> Any:
-        return ray.cloudpickle.loads(code)(*args)
-
-    return ray.remote(call)
+# Calls any other function, so that it is sent to the head once for each connection. A lambda is shipped by value.
+_call: Any = ray.remote(lambda code, *args: ray.cloudpickle.loads(code)(*args))
 
 
 def run_tasks(
@@ -105,7 +99,7 @@ def run_tasks(
 
     def start() -> dict[_K, Any]:
         return {
-            key: start_task(_remote(), (code, *args), num_cpus=0, max_retries=0, **options[key])
+            key: start_task(_call, (code, *args), num_cpus=0, max_retries=0, **options[key])
             for key, args in arguments.items()
         }
 

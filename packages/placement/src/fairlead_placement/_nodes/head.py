@@ -28,8 +28,6 @@ HEAD_S = 30.0
 LEAST_S = 0.9
 # To report which nodes are alive, if the caller can do without the answer.
 ALIVE_S = 5.0
-# The first pause of a wait for a change.
-POLL_S = 0.01
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("fairlead_head_deadline")
 # Requests whose callers have stopped waiting, by their description.
 _late: dict[str, Job[Any]] = {}
@@ -135,7 +133,7 @@ def wait_until(done: Callable[[], object], deadline: float, *, longest_s: float 
 
     `done` returns whether it holds, and is called once more at the deadline, which is by `time.monotonic`.
     """
-    pause = min(POLL_S, longest_s)
+    pause = min(0.01, longest_s)
     while not done():
         if (left := deadline - time.monotonic()) <= 0:
             return False

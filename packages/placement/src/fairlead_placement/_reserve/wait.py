@@ -22,8 +22,6 @@ from .slots import LEAST_S, slots_of
 
 logger = logging.getLogger(__name__)
 POLL_S = (0.05, 0.5)
-# A reservation that waits for longer logs why, and again after ten times as long.
-SILENT_S = 1.0
 _ADVICE = (
     "Request less, add nodes, or wait for nodes that are joining (wait_for_nodes_s). A local Ray gets more by "
     "init_ray(num_cpus=...) before anything else."
@@ -45,7 +43,7 @@ def reserve(request: Request, check: Callable[[], object] = lambda: None) -> tup
     request = replace(request, asks=tuple(ask for ask in request.asks if ask.count))
     began = time.monotonic()
     deadline, pause = began + request.timeout_s, POLL_S[0]
-    silent_s = SILENT_S
+    silent_s = 1.0  # a reservation that waits for longer logs why, and again after ten times as long
     owned: dict[str, frozenset[str]] = {}  # the ids of the GPUs of nodes
     may_grow = False
     while True:
