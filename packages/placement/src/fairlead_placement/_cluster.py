@@ -103,7 +103,8 @@ class RayVirtualCluster:
         self.placement_group_strategy: Strategy = placement_group_strategy
         self.port_range_low: int = PORT_LOW if port_range_low is None else port_range_low
         self.port_range_high: int = PORT_HIGH if port_range_high is None else port_range_high
-        check_range(self.port_range_low, self.port_range_high)
+        if (self.port_range_low, self.port_range_high) != (PORT_LOW, PORT_HIGH):
+            check_range(self.port_range_low, self.port_range_high)
         self.segment_size = segment_size
         self.node_resource_constraints = node_resource_constraints
         self.num_gpus_per_node = num_gpus_per_node

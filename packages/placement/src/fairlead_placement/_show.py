@@ -125,7 +125,10 @@ class ReservationReport:
         return Group(self._draw_request(), _draw_nodes(self.nodes, self.holders, wanted), Text(_VERDICTS[self.verdict]))
 
     def __str__(self) -> str:
-        return as_text(self)
+        # Without colours and control codes, for messages and logs.
+        console = Console(file=io.StringIO(), width=110, record=True, force_terminal=False, color_system=None)
+        console.print(self)
+        return "\n".join(line.rstrip() for line in console.export_text().rstrip().splitlines())
 
     def _draw_request(self) -> Table:
         columns = ["logical node", "bundles", "each", "strategy", *(["planned on"] if self.plan else [])]
@@ -192,10 +195,3 @@ def describe_asks(asks: Sequence[Ask]) -> str:
     for ask in asks:
         counts[name_amounts(ask.bundle)] += ask.count
     return "; ".join(f"{count} x {bundle}" for bundle, count in counts.items())
-
-
-def as_text(renderable: RenderableType) -> str:
-    """Render without colours and control codes, for messages and logs."""
-    console = Console(file=io.StringIO(), width=110, record=True, force_terminal=False, color_system=None)
-    console.print(renderable)
-    return "\n".join(line.rstrip() for line in console.export_text().rstrip().splitlines())

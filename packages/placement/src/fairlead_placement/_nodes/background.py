@@ -18,8 +18,6 @@ from ..exceptions import PlacementError
 _T = TypeVar("_T")
 # The name of a thread, unless its function has one of its own.
 IO = "fairlead-io"
-# A signal such as Ctrl-C is handled within this time.
-SIGNAL_S = 0.5
 
 
 @dataclass(eq=False)
@@ -45,10 +43,10 @@ class OneTimeEvent:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the event has happened; return whether it has within the time."""
         ends = math.inf if timeout is None else time.monotonic() + timeout
-        # A signal that comes just before a wait does not end it. Python handles it after the wait.
+        # A signal that comes just before a wait does not end it. Python handles it after the wait, so within 0.5 s.
         while not self._has_happened and (left := ends - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                self._wake.get(timeout=min(left, SIGNAL_S))
+                self._wake.get(timeout=min(left, 0.5))
                 self._wake.put(None)
         return self._has_happened
 

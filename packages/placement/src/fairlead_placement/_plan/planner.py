@@ -34,7 +34,8 @@ def decide(
     for the nodes when nothing runs on them, else "impossible".
     """
     own_nodes = own_nodes or segment_size is not None
-    nodes = usable(asks, nodes)
+    if asks and asks[0].labels:
+        nodes = usable(asks, nodes)
     plan = Site(asks, nodes, False, own_nodes).make_plan(segment_size)
     if plan is not None:
         return plan, "fits"

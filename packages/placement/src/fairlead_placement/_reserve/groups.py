@@ -105,7 +105,7 @@ def create_groups(
         removes. If this fails, all groups are removed.
     """
     made: list[PlacementGroup] = []
-    with remove_on_error(lambda: made):
+    try:
         for options in described:
             # Ray refuses a second group of one name.
             named = {**options, "name": options["name"] and f"{options['name']}-{uuid.uuid4().hex[:8]}"}
@@ -129,6 +129,9 @@ def create_groups(
             if time.monotonic() >= min(last, lacking_since + room_s):
                 break
             pause = min(1.5 * pause, 0.25)
+    except BaseException:
+        remove(made)
+        raise
     return {group: placed.get(group.id.hex()) for group in made}
 
 
