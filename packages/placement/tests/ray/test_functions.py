@@ -15,7 +15,6 @@ from fairlead_placement import (
     release_ports,
 )
 from fairlead_placement._nodes import functions
-from fairlead_placement._nodes.functions import find_here
 from fairlead_placement.extension import run_on_nodes
 
 
@@ -68,9 +67,9 @@ def test_where_it_runs(ids, where):
     pids = run_on_nodes(lambda: (os.getpid(), ray.get_runtime_context().get_node_id()), dict.fromkeys(ids, ()))
     if where == "threads":
         assert {pid for pid, _ in pids.values()} == {os.getpid()}
+        assert functions.find_here([*ids, "f" * 56]) == set(ids)
     else:
         assert [node_id for _, node_id in pids.values()] == ids
-    assert find_here([*ids, "f" * 56]) == set(ids)
 
 
 def test_a_function_that_ends_its_process(ids, monkeypatch, tmp_path):

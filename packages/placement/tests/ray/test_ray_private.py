@@ -7,7 +7,7 @@ import time
 import pytest
 import ray
 
-from fairlead_placement._ray_private import list_raylets
+from fairlead_placement.extension import list_raylets
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import socket
+import threading
 
 import pytest
 
@@ -133,5 +134,5 @@ def test_samples(process, eventually):
     assert eventually(lambda: process.memory(["other"])[4] == 3)
     assert process.memory(["mine"])[3] >= first[3]
     process.release(["mine", "other"])
-    assert eventually(lambda: not process._sampler.is_alive())
+    assert eventually(lambda: "fairlead-memory" not in {thread.name for thread in threading.enumerate()})
     assert process.memory(["late"])[4] == 1

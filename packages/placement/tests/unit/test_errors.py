@@ -10,13 +10,11 @@ from fairlead_placement import (
     PlacementError,
     PlacementTimeoutError,
     PortUnavailableError,
-    RayVirtualCluster,
     ReservationReport,
     ResourceHolder,
     ResourceInsufficientError,
 )
 from fairlead_placement._model import Ask
-from fairlead_placement._reserve.wait import _refuse
 
 NODE = Node("abcdefghij", "10.0.0.1", {"CPU": 4.0, "GPU": 1.0, "x[/y]": 2.0}, {"CPU": 1.5}, {})
 HOLDER = ResourceHolder(
@@ -71,12 +69,3 @@ def test_report():
     assert str(REPORT) == SHOWN
     assert "Found no node that is alive." in str(ReservationReport(REPORT.asks, ()))
     assert str(ERRORS[2]) == f"too much\n\n{REPORT}"
-
-
-def test_no_gpus():
-    """The advice about a request for GPUs on nodes without GPUs is to reserve without them."""
-    node = Node("abcdefghij", "10.0.0.1", {"CPU": 4.0}, {"CPU": 4.0}, {})
-    request = RayVirtualCluster([1])._holding.request
-    refusal = _refuse(request, [node], "impossible")
-    assert "cannot hold 1 bundle in 1 logical node, even when they are idle" in refusal.why
-    assert refusal.advice.startswith("No node has a GPU. To reserve CPUs only, pass use_gpus=False without gpu_ids")

@@ -14,7 +14,6 @@ import ray
 from fairlead_placement import HeadTimeoutError, PlacementError
 from fairlead_placement._nodes import background
 from fairlead_placement._nodes import head as _head
-from fairlead_placement._nodes.head import head_is_silent
 from fairlead_placement.extension import OneTimeEvent, ask_head, head_deadline, run_in_thread
 
 
@@ -105,14 +104,14 @@ def test_requests_like_a_late_one(monkeypatch, eventually):
     for timeout_s in (0.2, 0.1, 0.2):
         with pytest.raises(HeadTimeoutError, match=r"a request to look; waited \d+\.\d s\."):
             ask(timeout_s=timeout_s)
-    assert (sent, head_is_silent(), head_is_silent(60)) == (["look"], True, False)
+    assert (sent, _head.head_is_silent(), _head.head_is_silent(60)) == (["look"], True, False)
     monkeypatch.setattr(background.Job, "result", lambda job, timeout_s, undo: timeout_s)
     with head_deadline(0):
         assert ask_head("count", len, "ab") == 0
     monkeypatch.undo()
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     answer.set()
-    assert eventually(lambda: not head_is_silent())
+    assert eventually(lambda: not _head.head_is_silent())
     assert ask(timeout_s=60)
     assert sent == ["look"] * 2
 

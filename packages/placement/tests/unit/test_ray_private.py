@@ -10,8 +10,7 @@ import pytest
 import ray
 from ray.core.generated import autoscaler_pb2
 
-from fairlead_placement._ray_private import list_raylets
-from fairlead_placement.extension import autoscaler_is_there, collect, drain_deadlines
+from fairlead_placement.extension import autoscaler_is_there, collect, drain_deadlines, list_raylets
 
 
 def test_drain_deadlines(monkeypatch):
