@@ -164,6 +164,21 @@ def test_interrupted(local, monkeypatch):
     assert groups_there() == []
 
 
+def test_other_gpus_than_those_named(local, monkeypatch):
+    """A group that is on other GPUs, because another request was faster, is removed (seam: the ids of the first)."""
+    read, ids = gpus.accelerator_ids, []
+
+    def read_wrong_ids(placed, **options):
+        ids.append(read(placed, **options))
+        return [[{"GPU": ("9",)}]] if len(ids) == 2 else ids[-1]  # after those of the free GPUs
+
+    monkeypatch.setattr(gpus, "accelerator_ids", read_wrong_ids)
+    with RayVirtualCluster([1], gpu_ids=[2]) as cluster:
+        assert [slot.accelerator_ids for slot in cluster.slots()] == [("2",)]
+        assert len(groups_there()) == 1
+    assert len(ids) >= 4
+
+
 def test_renamed(run_script):
     """On a node whose Ray sees only some GPUs, the ids are those of these GPUs, which may be names."""
     out = run_script(

@@ -12,16 +12,10 @@ from hypothesis import strategies as st
 from fairlead_placement import Node
 from fairlead_placement._model import Ask
 from fairlead_placement._plan.planner import decide
-from fairlead_placement._plan.topology import node_place, sort_nodes
 
 
 def node(name, free=None, *, labels=None, **total):
     return Node(name, f"10.0.0.{name}", total, total if free is None else free, labels or {})
-
-
-def physical_order(nodes):
-    by_id = {one.node_id: one for one in nodes}
-    return [by_id[node_id] for _, node_id in sort_nodes({one.node_id: node_place(one) for one in nodes})]
 
 
 def nodes_of(*cpus):
@@ -154,13 +148,12 @@ def test_what_others_hold_matters_only_if_it_is_needed():
 
 
 def in_domains(**domains):
-    """Return nodes "a0", "a1" ... with the given CPUs in the domain "a"; those of "none" have no domain."""
-    nodes = [
+    """Return nodes "a0", "a1" ... with the given CPUs in the domain "a"; those of "none", the first, have no domain."""
+    return [
         node(f"{domain}{at}", CPU=cpu, labels={} if domain == "none" else {"ray.io/gpu-domain": domain})
-        for domain, cpus in domains.items()
+        for domain, cpus in sorted(domains.items(), key=lambda item: (item[0] != "none", item))
         for at, cpu in enumerate(cpus)
     ]
-    return physical_order(nodes)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a reservation waits, without Ray."""
 
-import contextlib
-
 import pytest
 
 from fairlead_placement import (
@@ -12,8 +10,7 @@ from fairlead_placement import (
     ResourceHolder,
     ResourceInsufficientError,
 )
-from fairlead_placement._reserve import gpus, wait
-from fairlead_placement._reserve.groups import Reserved
+from fairlead_placement._reserve import wait
 
 
 def test_holders_on_other_nodes(monkeypatch):
@@ -34,16 +31,3 @@ def test_holders_on_other_nodes(monkeypatch):
     )
     with pytest.raises(ResourceInsufficientError, match=message):
         RayVirtualCluster([1]).reserve()
-
-
-def test_other_gpus_than_those_named(monkeypatch):
-    """Groups that Ray has placed on other GPUs are removed, and the GPUs count as taken (seams: Ray's answers)."""
-    filler, group, removed = object(), object(), []
-    monkeypatch.setattr(gpus, "hold_free_gpus", lambda *_: contextlib.nullcontext({"0": filler}))
-    monkeypatch.setattr(gpus, "remove", removed.extend)
-    monkeypatch.setattr(gpus, "place", lambda *_, **options: (Reserved(group, (0,), ("here",), ({"GPU": 1.0},)),))
-    monkeypatch.setattr(gpus, "accelerator_ids", lambda *_, **options: [[{"GPU": ("9",)}]])
-    request = RayVirtualCluster([1], gpu_ids=[0])._holding.request
-    node = Node("here", "192.0.2.1", {"GPU": 1.0}, {"GPU": 1.0}, {})
-    assert gpus.take_gpus(request, node, frozenset("0"), deadline=0.0) == ((), {"0"})
-    assert removed == [filler, group]
