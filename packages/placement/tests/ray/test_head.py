@@ -7,7 +7,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
@@ -29,19 +28,13 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 @pytest.fixture
-def head_pid():
-    """Return the process id of the head, which this process has started."""
-    (pid,) = (child.pid for child in psutil.Process().children() if child.name() == "gcs_server")
-    return pid
-
-
-@pytest.fixture
-def stop_head(stop_process, head_pid):
+def stop_head(stop_process):
     """Stop the head during a `with` statement, in which requests get at least half a second."""
+    process = ray._private.worker._global_node.all_processes["gcs_server"][0].process
 
     @contextlib.contextmanager
     def stop():
-        with pytest.MonkeyPatch.context() as patch, stop_process(head_pid) as resume:
+        with pytest.MonkeyPatch.context() as patch, stop_process(process.pid) as resume:
             patch.setattr(_head, "LEAST_S", 0.5)
             yield resume
 
@@ -128,11 +121,12 @@ def test_every_public_method(stop_head, call_in_time, eventually, monkeypatch, c
 
 
 @pytest.mark.nightly
-def test_every_deadline_is_kept(stop_process, head_pid, eventually):
+def test_every_deadline_is_kept(stop_process, eventually):
     """Without any shorter limit of a test, everything ends within a second after its deadline.
 
     `shutdown` ends within its 30 s, also while another thread reserves the cluster.
     """
+    process = ray._private.worker._global_node.all_processes["gcs_server"][0].process
     reserved = [RayVirtualCluster([1], use_gpus=False).reserve() for _ in range(3)]
     reserved[0].get_master_address_and_port()
     waiting = RayVirtualCluster([16], use_gpus=False, reserve_timeout_s=45.0)
@@ -156,7 +150,7 @@ def test_every_deadline_is_kept(stop_process, head_pid, eventually):
             outcomes[name] = error
         took[name] = time.monotonic() - began
 
-    with stop_process(head_pid), ThreadPoolExecutor(len(uses) + 1) as pool:
+    with stop_process(process.pid), ThreadPoolExecutor(len(uses) + 1) as pool:
         reserving = pool.submit(waiting.reserve)
         time.sleep(0.5)
         for name in uses:
