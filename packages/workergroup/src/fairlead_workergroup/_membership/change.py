@@ -391,7 +391,7 @@ class _Run:
         leaving = [member for member in self.before.members[self.plan.sharding.size :] if member.lost is None]
         if not self._has_begun:
             self._provisioner.publish()
-        elif late := self._find_late(leaving):
+        elif leaving and (late := self._find_late(leaving)):
             logger.warning("Rank(s) %s were ended before they had finished.", ", ".join(map(str, late)))
         self._provisioner.settle(self.until)
 
