@@ -34,7 +34,8 @@ def test_a_second_group_is_refused():
         claim_slots(slots, "critic")
     assert str(caught.value) == (
         "'critic' cannot run in bundle 1 of logical node 0: the bundle has room for 1 worker group, and 'policy' is "
-        "there. Shut 'policy' down, or reserve the cluster with enable_colocation=True."
+        "there. Shut 'policy' down, or reserve the cluster with enable_colocation=True. "
+        "A group that the program dropped ends soon: try again."
     )
     assert caught.value.__context__ is None  # which would print it twice
     claim_slots([slots[0], slots[2]], "others").release()
@@ -49,7 +50,8 @@ def test_capacity():
         claim_slots(slots, "three")
     assert str(caught.value) == (
         "'three' cannot run in bundle 0 of logical node 0: the bundle has room for 2 worker groups, and 'one', 'two' "
-        "are there. Shut one of them down, or reserve the cluster with max_colocated_worker_groups=3."
+        "are there. Shut one of them down, or reserve the cluster with max_colocated_worker_groups=3. "
+        "A group that the program dropped ends soon: try again."
     )
     claims[0].release()
     claims.append(claim_slots(slots, "three"))

@@ -73,7 +73,7 @@ def test_requests(ended):
             with pytest.raises(WorkerGroupError, match="the Ray it was made on has been shut down; make a new group"):
                 ask()
             assert ray.is_initialized() is runs
-    assert repr(answered) == "Call('answer', its Ray has been shut down, 2 results)"
+    assert repr(answered) == "Call('answer', 2 workers, 2 results)"
     assert group.shutdown(cleanup_method="answer")
     assert cluster.shutdown()
     assert ray.is_initialized()

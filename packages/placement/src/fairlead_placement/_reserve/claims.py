@@ -67,7 +67,7 @@ def claim_slots(slots: Sequence[Slot], holder: str, *, group: object | None = No
                     f"{holder!r} cannot run in bundle {slot.bundle_index} of logical node {slot.node_idx}: the "
                     f"bundle has room for {slot.capacity} worker group{'' if is_single else 's'}, and {names} "
                     f"{'is' if is_single else 'are'} there. Shut {names if is_single else 'one of them'} down, or "
-                    f"reserve the cluster with {wider}."
+                    f"reserve the cluster with {wider}. A group that the program dropped ends soon: try again."
                 )
         for key in claim._keys:
             _held.setdefault(key, {})[claim] = None

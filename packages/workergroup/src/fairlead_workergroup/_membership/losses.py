@@ -213,10 +213,10 @@ def _find_errors(refs: Sequence[ObjectRef[Any]], core: Core) -> tuple[dict[Membe
 
 
 def _look_at_nodes(members: Iterable[Member], within_s: float) -> Losses:
-    """Return the workers whose processes have ended, from one request to each node; Ray may not know that yet."""
+    """Return the workers whose processes have ended, from one request to each node, or that Ray knows to be dead."""
     started = [member for member in members if member.pid]
     ended = ask_nodes(started, find_ended, within_s=within_s, asks_head=False)
-    lost = (member for member, has_ended in zip(started, ended, strict=True) if has_ended)
+    lost = (member for member, gone in zip(started, ended, strict=True) if gone or is_known_dead(member.handle))
     return {member: member.failure("killed", NOT_NOTICED) for member in lost}
 
 
