@@ -99,8 +99,7 @@ def launch(
     restart = read_option("restart", restart, Restart)
     python = choose_python(python, builder.ray_actor_class_fqn)
     env_vars = check_env_vars(env_vars)
-    deadline = Deadline.after(timeout_s)
-    gpus = {"GPU": gpus_per_worker} if gpus_per_worker else {}
+    deadline, gpus = Deadline.after(timeout_s), {"GPU": gpus_per_worker} if gpus_per_worker else {}
     # One that is never reserved: it refuses wrong options before Ray is started.
     RayVirtualCluster([sharding.size], accelerators=gpus, cpus_per_worker=cpus_per_worker)
     with contextlib.ExitStack() as made:
