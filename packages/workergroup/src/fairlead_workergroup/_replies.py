@@ -234,7 +234,7 @@ def wait_for_news(
     while True:
         ready, others = wait(replies, deadline.left(at_most=turn_s or REPORT_EVERY_S), first=True)
         if deadline.passed or not (ready or turn_s):
-            check_late(deadline)
+            deadline = check_late(deadline)
         if ready or turn_s:
             return {reply: take(reply) for reply in (*ready, *(wait(others)[0] if ready else ()))}
 

@@ -75,8 +75,8 @@ def ask_agents(
 
     Args:
         method: of the agent.
-        names: what the agents hold for this request, by node id. They live until all of it is released, and an agent
-            that is missing is created. A method gets these names first.
+        names: what the agents hold for this request, by node id, until it is released. An agent that is missing is
+            created. A method gets these names first.
         arguments: its other arguments.
         timeout_s: seconds that all of it may take.
         wait: whether to wait for the answers; else only errors are returned that are known at once.
