@@ -338,9 +338,12 @@ class NamedSharding:
         (array([0, 1, 2, 3]), array([0, 0, 1, 1]))
         """
         arguments = as_axes(in_sharded_axes), as_axes(replicate_on_axes), as_axes(output_is_replicated)
-        for axes in arguments:
-            find_axes(self._names, axes)  # first, because the cache would fail to hash some invalid names
-        return self._plan(*arguments, bool(make_dummy_calls_to_free_axes))
+        try:
+            return self._plan(*arguments, bool(make_dummy_calls_to_free_axes))
+        except TypeError:
+            for axes in arguments:
+                find_axes(self._names, axes)  # raises for an invalid name that the cache cannot hash
+            raise
 
     def to_device_mesh(self, device_type: str) -> Any:
         """Return a torch ``DeviceMesh`` of "cuda", "cpu", ...; every process has to call this. It needs torch."""
