@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Row", "Timing", "interleaved", "table", "take_turns"]
+__all__ = ["NOMINAL_S", "Row", "Timing", "interleaved", "table", "take_turns", "under"]
+
+# Limits in seconds are for a machine on which `_sort_and_look_up` takes so long. A slower one gets more, by its factor.
+NOMINAL_S = 0.05
 
 
 class Row(NamedTuple):
@@ -33,9 +36,30 @@ class Timing(NamedTuple):
         return cls(median, low, high)
 
     def __str__(self) -> str:
-        unit, factor = ("s", 1) if self.median >= 1 else ("ms", 1e3) if self.median >= 1e-3 else ("us", 1e6)
+        unit, factor = _unit(self.median)
         low, mid, high = (f"{seconds * factor:.3g}" for seconds in (self.low, self.median, self.high))
         return f"{mid} {unit} ({low} to {high})"
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    """Return the unit in which a time is read best, and how many of it a second has."""
+    return ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+
+
+def under(what: str, measured: str, seconds: float, limit_s: float) -> Row:
+    """Return the row of a time that plain Python takes, with its limit on this machine as it is now."""
+    slowness = statistics.median(_sort_and_look_up() for _ in range(7)) / NOMINAL_S
+    unit, factor = _unit(limit_s)
+    return Row(what, measured, f"under {limit_s * factor:g} {unit} x {slowness:.1f}", seconds < limit_s * slowness)
+
+
+def _sort_and_look_up() -> float:
+    """Return the seconds that a fixed piece of work takes, of the kind that plans of many things consist of."""
+    began = time.perf_counter()
+    rows = sorted((number * 7919 % 100_003, str(number)) for number in range(50_000))
+    places = {name: key for key, name in rows}
+    assert sum(places[str(number)] for number in range(0, 50_000, 2))
+    return time.perf_counter() - began
 
 
 def interleaved(*functions: Callable[[], object], repeats: int, calls: int = 1, pause_s: float = 0.0) -> list[Timing]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from _measure import Row, interleaved, table
+from _measure import Row, interleaved, table, under
 
 from fairlead_batching import (
     BatchedDataDict,
@@ -107,7 +107,7 @@ def _cost_rows() -> Iterator[Row]:
         squares = [float((lengths[part] ** 2).sum()) for part in plan.samples]
         imbalance = max(squares) * SHARDS / sum(squares)
         what = f"plan {SEQUENCES:,} lengths over {SHARDS} by cost, {name}"
-        yield Row(what, str(timing), "< 0.5 s", timing.median < 0.5)
+        yield under(what, str(timing), timing.median, 0.5)
         yield Row("  the most expensive rank against the mean", f"{imbalance:.4f}x", "<= 1.02x", imbalance <= 1.02)
         of_parts = [lengths[part] for parts in plan.microbatches for part in parts]
         fullest = max(int(part.sum() if plan is plans[0] else part.max() * len(part)) for part in of_parts)

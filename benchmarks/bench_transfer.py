@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from _measure import Row, interleaved, table
+from _measure import Row, interleaved, table, under
 
 from fairlead_placement import RayVirtualCluster, init_ray
 from fairlead_sharding import NamedSharding
@@ -51,7 +51,7 @@ def _planning_rows() -> Iterator[Row]:
     )
     nodes = [rank // 8 for rank in range(65536)], [8192 + rank // 8 for rank in range(65536)]
     (large,) = interleaved(lambda: reshard(held, wanted, source_nodes=nodes[0], target_nodes=nodes[1]), repeats=5)
-    yield Row("plan one layout from 65,536 to 65,536 ranks", str(large), "< 1 s", large.median < 1)
+    yield under("plan one layout from 65,536 to 65,536 ranks", str(large), large.median, 1.0)
 
     meshes = NamedSharding.from_shape(dp=8, tp=8), NamedSharding.from_shape(replica=8, tp=8)
     kinds = [FAMILIES[number % len(FAMILIES)] for number in range(600)]
@@ -71,7 +71,7 @@ def _planning_rows() -> Iterator[Row]:
     (small,) = interleaved(
         lambda: reshard(*made.pop(), source_nodes=nodes[0], target_nodes=nodes[1]), repeats=len(made)
     )
-    yield Row("plan 600 tensors in 6 layouts, 64 to 64 ranks", str(small), "< 50 ms", small.median < 0.05)
+    yield under("plan 600 tensors in 6 layouts, 64 to 64 ranks", str(small), small.median, 0.05)
 
 
 class Worker:
@@ -137,9 +137,8 @@ def _large_rows(slots: Any) -> Iterator[Row]:
     yield Row("512 MiB by hand, 4 to 4 ranks: gather on rank 0, one put, slices", str(hand), "", True)
     ratio = hand.median / stored.median
     yield Row("  a link through the object store", f"{ratio:.1f}x faster, {stored}", ">= 1.5x faster", ratio >= 1.5)
-    ratio = stored.median / mapped.median
-    what = "  a link through shared memory, against the object store"
-    yield Row(what, f"{ratio:.1f}x faster, {mapped}", ">= 2x faster", ratio >= 2)
+    ratio = hand.median / mapped.median
+    yield Row("  a link through shared memory", f"{ratio:.1f}x faster, {mapped}", ">= 3x faster", ratio >= 3)
     ratio = copied.median / mapped.median
     yield Row(
         "  the same, against the rate of 4 ranks that only copy", f"{ratio:.2f}x, {copied}", ">= 0.3x", ratio >= 0.3
