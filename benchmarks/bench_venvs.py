@@ -109,7 +109,7 @@ def _cold_rows(folder: Path) -> Iterator[Row]:
 
     compile_by_hand()
     by_hand()  # Fill uv's cache.
-    hand, mine, hand_first, first = interleaved(by_hand, ours, by_hand_first, ours_first, repeats=7)
+    hand, mine, hand_first, first = interleaved(by_hand, ours, by_hand_first, ours_first, repeats=15)
     ratio, ratio_first = mine.median / hand.median, first.median / hand_first.median
     yield Row("`uv venv`, `uv pip sync` by hand, with Ray", str(hand), "", True)
     yield Row("  by spec, resolved before", f"{mine}, {ratio:.2f}x", "at most 1.3x", ratio <= 1.3)

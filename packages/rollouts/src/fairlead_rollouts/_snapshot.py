@@ -90,7 +90,8 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     digest = hashlib.sha256()
     try:
-        with open(temporary, "wb") as file:
+        # Each write hands the interpreter to other threads, and waits for it again: so few, large ones.
+        with open(temporary, "wb", buffering=2**20) as file:
             for line in _encode(snapshot):
                 digest.update(line)
                 file.write(line)
