@@ -48,8 +48,8 @@ MODULES = {
 HEAD = (
     "Ratios within one run, in turns, medians with quartiles. Compare ratios, not times: the machine is shared.",
     (
-        f"Limits in seconds hold for a machine that sorts and looks up 50,000 names in {NOMINAL_S * 1e3:g} ms. The factor "
-        "after a limit says how much longer this machine took then."
+        f"Limits in seconds hold for a machine that sorts and looks up 50,000 names in {NOMINAL_S * 1e3:g} ms. The "
+        "factor after a limit says how much longer this machine took then."
     ),
     "`nox -s bench` writes this file; `nox -s bench -- venvs` the part of one package.",
 )
