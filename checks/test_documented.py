@@ -6,6 +6,7 @@ They read the sources, and import no package. `docs/test_prose.py` checks that e
 
 import ast
 import importlib.util
+import itertools
 import re
 import subprocess
 import sys
@@ -112,21 +113,34 @@ def test_hardware():
 
 
 def test_figures():
-    """Each figure of the README is against a row of the results that is hand-written, or is a peer's own."""
+    """Each figure of the README is in the results, against a row that is hand-written, or is a peer's own."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     results = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", results, re.MULTILINE | re.DOTALL)
     rows = {
-        title.lower().replace(" ", "-"): {line.split("|")[1].strip() for line in text.splitlines() if line[:2] == "| "}
+        title.lower().replace(" ", "-"): [line.split("|")[1:3] for line in text.splitlines() if line[:2] == "| "]
         for title, text in sections
     }
-    figures = re.findall(r"^\| [^|]+ \| (?:as fast|[\d.]+(?:x| %) (?:slower|faster)) \| (.+) \|$", readme, re.MULTILINE)
+    figures = re.findall(r"^\| [^|]+ \| (as fast|[\d.]+(?:x| %) (?:slower|faster)) \| (.+) \|$", readme, re.MULTILINE)
     assert figures
     assert len(re.findall(r"\d(?:x| %) (?:slower|faster)| ms\b", readme)) <= len(figures), "a figure stands elsewhere"
-    for figure in figures:
-        denominator, section = re.fullmatch(r"\[(.+)\]\(benchmarks/RESULTS.md#(.+)\)", figure).groups()
-        assert denominator in rows[section]
+    for figure, link in figures:
+        denominator, section = re.fullmatch(r"\[(.+)\]\(benchmarks/RESULTS.md#(.+)\)", link).groups()
         assert "by hand" in denominator or denominator == "verl"
+        below = rows[section][[what.strip() for what, _ in rows[section]].index(denominator) + 1 :]
+        # What is compared with it is indented by two more spaces.
+        compared = itertools.takewhile(lambda row: row[0].startswith("   "), below)
+        measured = [
+            _as_times(found.group()) for _, text in compared if (found := re.search(r"[\d.]+x( faster)?", text))
+        ]
+        assert any(abs(times / _as_times(figure) - 1) <= 0.1 for times in measured), (figure, measured)
+
+
+def _as_times(figure):
+    """Return how many times as long something takes, as in "as fast", "10 % slower", "2x faster" or "1.1x"."""
+    number = 1.0 if figure == "as fast" else float(re.match(r"[\d.]+", figure).group())
+    number = 1 + number / 100 if "%" in figure else number
+    return 1 / number if "faster" in figure else number
 
 
 def test_length():

@@ -80,7 +80,7 @@ def brute(asks, nodes, own_nodes):
     return search(asks, [dict(one.free) for one in nodes], frozenset())
 
 
-SELECTORS = [{}, {}, {}, {"zone": "a"}, {"zone": "!a"}, {"zone": "in(a,b)"}, {"zone": "!in(b,c)"}]
+SELECTORS = [{}, {}, {}, {"zone": "a"}, {"zone": "c"}]
 
 
 @st.composite
