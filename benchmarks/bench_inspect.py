@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from _measure import Row, Timing, table, under
+from _measure import Row, Timing, table
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -145,11 +145,11 @@ def look_rows() -> Iterator[Row]:
             complete += sum(one["read"] == count + 1 and one["blamed"] == [["late", [LATE]]] for one in answers)
         assert not ray.wait(refs, timeout=0)[0]
     what = f"first look at {count} actors on {NODES} raylets of this machine"
-    yield under(f"{what}, with attaching", _spread(first), max(first), 5.0)
+    yield Row(f"{what}, with attaching", _spread(first), "each under 5 s", max(first) < 5.0)
     yield Row("  with the start of the process and its imports", _spread(commands), "", True)
     what = "  its CPU on all nodes together, without what Ray and the actors need anyway"
     yield Row(what, _spread(cpu), "", True)
-    yield under("  the next looks of the same process", _spread(more), max(more), 2.5)
+    yield Row("  the next looks of the same process", _spread(more), "each under 2.5 s", max(more) < 2.5)
     yield Row("  peak memory of the looking process", f"{peak_mb:.0f} MB", "under 300 MB", peak_mb < 300)
     looks = len(first) + len(more)
     what = f"  looks that read all of them and blame rank {LATE} alone"

@@ -24,9 +24,10 @@ MOST_BYTES = 4096
 def read_environ(pid: int) -> dict[str, str]:
     """Return the allowed variables of a process: those of now, or if its memory cannot be read, those of its start."""
     try:
+        place = _find_environ(pid)
         for _ in range(3):  # a concurrent `setenv` may tear what is read
-            first = _read_current(pid)
-            if first == _read_current(pid):
+            first = _read_current(pid, place)
+            if first == _read_current(pid, place):
                 return _allow(first)
     except (OSError, ValueError, struct.error, OverflowError):
         pass
@@ -42,10 +43,10 @@ def _allow(entries: Iterable[bytes]) -> dict[str, str]:
     return {name: value[:1024] for name, _, value in pairs if ALLOWED.fullmatch(name)}
 
 
-def _read_current(pid: int) -> list[bytes]:
+def _read_current(pid: int, place: int) -> list[bytes]:
     with open(f"/proc/{pid}/mem", "rb", 0) as file:
         memory, entries = file.fileno(), list[bytes]()
-        (array,) = struct.unpack("<Q", _read(memory, 8, _find_environ(pid)))
+        (array,) = struct.unpack("<Q", _read(memory, 8, place))
         for offset in range(0, MOST_VARIABLES * 8, 512):
             for (address,) in struct.iter_unpack("<Q", _read(memory, 512, array + offset)):
                 if not address:
@@ -77,9 +78,9 @@ def _find_environ(pid: int) -> int:
 def _find_libc(pid: int | str) -> tuple[int, int, int]:
     """Return where a process has libc, and the size and the age of the file, which containers of one image share."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-        for line in file:
+        for line in (line for line in file if "/libc" in line):  # of thousands
             fields = line.split(maxsplit=5)
-            if len(fields) == 6 and not int(fields[2], 16) and _LIBC.search(fields[5]):
+            if not int(fields[2], 16) and _LIBC.search(fields[5]):
                 status = os.stat(f"/proc/{pid}/root{fields[5].strip()}")
                 return int(fields[0].partition("-")[0], 16), status.st_size, status.st_mtime_ns
     raise ValueError("no libc")
