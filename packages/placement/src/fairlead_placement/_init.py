@@ -150,10 +150,10 @@ def find_target(named: str | None) -> tuple[str, str, bool] | None:
     if len(others) == 1:
         return others[0].address, f"process {others[0].starter} started", False
     listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
+    elsewhere = "" if others else ", run this on one of its nodes, or start one with `ray start --head`"
     raise PlacementError(
         f'"auto" found no Ray cluster that is named or announced. You run on this machine: {listed}. Name the cluster '
-        "by HOST:PORT (`address` of init_ray, --address of a command, or RAY_ADDRESS), run this on one of its nodes, "
-        "or start one with `ray start --head`."
+        f"by HOST:PORT (`address` of init_ray, --address of a command, or RAY_ADDRESS){elsewhere}."
     )
 
 

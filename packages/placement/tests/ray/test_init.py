@@ -75,6 +75,7 @@ def private(script_class, folder):
         script.finish(check=False)
 
 
+@pytest.mark.nightly  # Ray looks for a node for a minute
 def test_no_node_here(server, in_container):
     """The error of a process that sees no node of the cluster says so, and what to do."""
     script = f"""

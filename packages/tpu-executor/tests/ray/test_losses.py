@@ -218,6 +218,7 @@ def wanted():
     return [sum(bundle.get(f"TPU-{KIND}-head", 0.0) for bundle in bundles) for bundles in pending]
 
 
+@pytest.mark.nightly
 def test_request_to_an_autoscaler(slices, spare, monkeypatch, eventually):
     """The pool requests all slices that it does not hold, holds no free one meanwhile, and takes those that come."""
     # There is no autoscaler on this machine; Ray's own for tests would end every other Ray.
@@ -236,6 +237,7 @@ def test_request_to_an_autoscaler(slices, spare, monkeypatch, eventually):
     assert wanted() == []
 
 
+@pytest.mark.nightly
 def test_no_answer_of_an_autoscaler(slices, spare, monkeypatch):
     """When the scale timeout ends, so does the request; a smaller allowed number of slices is accepted."""
     monkeypatch.setattr(extension, "autoscaler_is_there", lambda: True)
@@ -260,6 +262,7 @@ OTHER_JOB = """
 """
 
 
+@pytest.mark.nightly
 def test_two_jobs_want_the_same_slices(slices, spare):
     """Of two jobs that want two of three slices, one gets them; the other ends at its deadline, and holds nothing."""
     names = sorted(spare() for _ in range(3))

@@ -160,10 +160,11 @@ def check_dtypes(source: Tensors, target: Tensors, selection: Selection) -> dict
         wanted = target.dtypes.get(name)
         if wanted is None or held == wanted:
             continue
-        if selection.dtype is None:
-            wrong[name] = Mismatch(name, held, wanted, "the dtypes differ: give the dtype that travels with dtype=")
-        elif not (is_floating(held) and is_floating(wanted)):
+        if not (is_floating(held) and is_floating(wanted)):
             wrong[name] = Mismatch(name, held, wanted, "the dtypes differ; dtype= is for floating-point tensors only")
+        elif selection.dtype is None:
+            text = f"the dtypes differ: with dtype={wanted!r} all floating-point tensors travel in it, also equal ones"
+            wrong[name] = Mismatch(name, held, wanted, text)
     return wrong
 
 

@@ -143,7 +143,8 @@ def reshard(
             tensors=len(names),
         )
         if pieces.missing:
-            text = f"no source rank holds {pieces.missing:,} of the elements that target ranks want"
+            missing = f"{pieces.missing:,} of the elements that target ranks want"
+            text = f"no source rank holds {missing}: check global_shape and offsets"
             mismatches += [Mismatch(name, f"{held}", f"{wanted}", text) for name in names]
         tensor_sets.append(TensorSet(tuple(names), held, wanted, pieces))
     if mismatches:

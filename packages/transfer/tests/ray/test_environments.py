@@ -40,7 +40,7 @@ def check_sends(there, here, other, packages):
                     assert set(target.call("holds").result()) == {float(version)}
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_groups_in_different_environments(slots, library):
     """Tensors go into an environment that lacks Fairlead, between two groups there, and back."""
     tensors = pytest.importorskip(library)

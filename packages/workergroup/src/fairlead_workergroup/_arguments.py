@@ -18,7 +18,7 @@ class _Mark:
 
     def __reduce__(self) -> NoReturn:
         name = type(self).__name__
-        raise TypeError(f"a {name} inside an argument is not replaced; make the whole argument the {name}")
+        raise TypeError(f"a {name} is replaced only as a whole argument of `call`: elsewhere, pass its values")
 
 
 class PassedOn(_Mark):

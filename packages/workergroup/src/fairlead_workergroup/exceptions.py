@@ -206,7 +206,7 @@ class CallTimeoutError(WorkerGroupError, TimeoutError):
         return (
             f"{len(self.late)} of {self.called} workers have not finished {self.method!r}, "
             f"called {self.waited_s:.1f} s ago:{format_lines(self.late)}\n"
-            "The call continues: ask for its result again, or cancel it."
+            "The call continues: ask for its result again, cancel it, or end what never returns: `restart(ranks)`."
         )
 
 

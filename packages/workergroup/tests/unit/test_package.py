@@ -39,7 +39,7 @@ FAILURE = WorkerFailure(3, "killed", {"dp": 1}, "abcdef0123", 77, "it was killed
             (
                 "1 of 8 workers have not finished 'step', called 2.5 s ago:\n"
                 "  rank 3 (dp=1) on node abcdef01, pid 77: in 'load' for 1.2 s\n"
-                "The call continues: ask for its result again, or cancel it."
+                "The call continues: ask for its result again, cancel it, or end what never returns: `restart(ranks)`."
             ),
         ),
         (

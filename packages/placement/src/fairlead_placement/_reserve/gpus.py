@@ -35,8 +35,8 @@ READ_S = (10.0, 30.0)
 # Nodes named in an error. The free GPUs of each are read.
 SHOWN = 4
 WITHOUT_GPUS = (
-    "To reserve CPUs only, pass use_gpus=False without gpu_ids, and name no GPU in accelerators. Otherwise add nodes "
-    "with GPUs, or wait for nodes that are joining (wait_for_nodes_s)."
+    "To reserve CPUs only, pass use_gpus=False without gpu_ids (to `launch`, gpus_per_worker=0), and name no GPU in "
+    "accelerators. Otherwise add nodes with GPUs, or wait for nodes that are joining (wait_for_nodes_s)."
 )
 Ids = dict[str, frozenset[str]]
 

@@ -393,8 +393,8 @@ class Core:
         reason = self.explain_limit(rank for rank in ranks if rank < len(self.now.members))
         if reason or not self.policy.on_failure:
             return reason
-        others = ", and all others with them" * self.restarts_all
-        return f"The next call that needs these ranks starts them again{others}. Repeat this call. {STATE}"
+        scope = ", and all others with them" if self.restarts_all else ' (ranks with collectives need scope="group")'
+        return f"The next call that needs these ranks starts them again{scope}. Repeat this call. {STATE}"
 
     def unsent_error(self, call: PlannedCall) -> CallTimeoutError:
         ranks = self.now.restarting

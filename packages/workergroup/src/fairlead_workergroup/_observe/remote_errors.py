@@ -87,7 +87,7 @@ def explain_missing_module(error: BaseException) -> str:
     path = os.path.join(folder, *error.name.split("."))
     remedy = "Install it in the workers' Python, or give them a `python` that has it."
     if not folder:
-        remedy = f"Check the name. {remedy}"
+        remedy = f"Check the name. {remedy} `env_vars={{'PYTHONPATH': folder}}` finds a module of your own."
     elif not glob.glob(path) and not glob.glob(f"{path}.*"):
         remedy = f"Check the name: the package in {folder} does not have it either."
     elif os.path.basename(folder) not in ("site-packages", "dist-packages"):
