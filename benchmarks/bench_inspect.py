@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from _measure import Row, Timing, table
+from _measure import Row, Timing, table, under
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -149,7 +149,9 @@ def look_rows() -> Iterator[Row]:
     yield Row("  with the start of the process and its imports", _spread(commands), "", True)
     what = "  its CPU on all nodes together, without what Ray and the actors need anyway"
     yield Row(what, _spread(cpu), "", True)
-    yield Row("  the next looks of the same process", _spread(more), "each under 2.5 s", max(more) < 2.5)
+    yield Row("  the next looks of the same process", _spread(more), "", True)
+    worst = max(more) - 1.0
+    yield under("  of the worst, without the second between its snapshots", f"{worst:.2f} s", worst, 1.5)
     yield Row("  peak memory of the looking process", f"{peak_mb:.0f} MB", "under 300 MB", peak_mb < 300)
     looks = len(first) + len(more)
     what = f"  looks that read all of them and blame rank {LATE} alone"
