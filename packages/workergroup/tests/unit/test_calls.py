@@ -163,7 +163,7 @@ def test_errors_of_values_name_the_argument():
     ("value", "remedy"),
     [
         (threading.Lock(), "create it in the worker's `__init__`"),
-        ([Shard([1, 2], "dp")], "a Shard is replaced only as a whole argument"),
+        ([Shard([1, 2], "dp")], "whole argument of `call`: elsewhere, pass its values"),
     ],
 )
 def test_values_that_cannot_be_pickled(monkeypatch, value, remedy):
