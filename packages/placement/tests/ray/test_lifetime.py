@@ -123,7 +123,7 @@ def test_few_functions_and_one_thread(run_script):
 
         def start_noted(run, args):
             jobs.append(args[0])
-            at_once.append(sum(not job.over.is_set() for job in jobs))
+            at_once.append(sum(not job.future.done() for job in jobs))
             return start(lambda: (sys.setprofile(note), run(*args)), ())
 
         _thread.start_new_thread = start_noted
