@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache, partial
 from typing import Any, NoReturn
@@ -338,12 +339,9 @@ class NamedSharding:
         (array([0, 1, 2, 3]), array([0, 0, 1, 1]))
         """
         arguments = as_axes(in_sharded_axes), as_axes(replicate_on_axes), as_axes(output_is_replicated)
-        try:
+        with suppress(TypeError):  # of the cache, which cannot hash some invalid names
             return self._plan(*arguments, bool(make_dummy_calls_to_free_axes))
-        except TypeError:
-            for axes in arguments:
-                find_axes(self._names, axes)  # raises for an invalid name that the cache cannot hash
-            raise
+        return DispatchPlan(self, *arguments, bool(make_dummy_calls_to_free_axes))  # it refuses them by name
 
     def to_device_mesh(self, device_type: str) -> Any:
         """Return a torch ``DeviceMesh`` of "cuda", "cpu", ...; every process has to call this. It needs torch."""
