@@ -109,7 +109,7 @@ def _look(options: argparse.Namespace) -> Snapshot:
         raise PlacementError(f"There is no running job {options.job!r}.")
     nodes = {node.node_id for node in snapshot.nodes}
     mine = {raylet.address: raylet for raylet in list_raylets() if raylet.user == os.getuid()}
-    others = [f"{raylet.address} (process {raylet.starter})" for raylet in mine.values() if raylet.node_id not in nodes]
+    others = [f"{raylet.address} ({raylet.starter})" for raylet in mine.values() if raylet.node_id not in nodes]
     if options.address == "auto" and others:
         here = ray.get_runtime_context().gcs_address
         note = f"Looked at {here}; also running on this machine: {', '.join(others)}. Choose with --address."

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fairlead_placement.extension import WIDTH, format_coords, group_pairs
 
+from ._verdict.case import CALLED
 from ._verdict.positions import TICKS_PER_S, Position, find_own, frames_of_code, locate
 from ._verdict.rules import NO_JOB, exit_status
 from ._verdict.waits import add_label
@@ -110,9 +111,9 @@ def _place(frame: Frame) -> str:
     return f"{name}:{frame.line}" if frame.line else name
 
 
-def _write_since(since_s: float | None, limit_s: float | None = None) -> str:
-    limit = "" if limit_s is None else f" of {write_seconds(limit_s)}"
-    return "" if since_s is None else f", for {write_seconds(since_s)}{limit}"
+def _write_since(since_s: float | None, limit_s: float | None = None, source: str = "") -> str:
+    limit, call = "" if limit_s is None else f" of {write_seconds(limit_s)}", "in its call " * (source == CALLED)
+    return "" if since_s is None else f", {call}for {write_seconds(since_s)}{limit}"
 
 
 def _write_process(process: Finding | Suspect) -> str:
@@ -176,10 +177,10 @@ def _draw_finding(finding: Finding, members: Mapping[str, Member]) -> Renderable
     if finding.blames and finding.ranks and finding.rank_confidence:
         sure = f"rank: {finding.rank_confidence}, {sure}"
     place = "" if listed else _write_process(finding)
-    since = _write_since(finding.since_s, finding.limit_s)
+    since = _write_since(finding.since_s, finding.limit_s, finding.since_source)
     said = f"{_name(finding, members)}{place}{since}: {finding.text} ({finding.kind}; {sure})"
     suspects = (
-        f"{suspect.name}{_write_process(suspect)}{_write_since(suspect.since_s)}: "
+        f"{suspect.name}{_write_process(suspect)}{_write_since(suspect.since_s, source=suspect.since_source)}: "
         f"{write_stack(suspect.where)} ({suspect.text})"
         for suspect in finding.suspects
     )

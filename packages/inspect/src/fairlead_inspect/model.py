@@ -354,7 +354,8 @@ class StackClass:
 class Suspect:
     """A process that may be what a job waits for, if none is known to be; `text` says why it is not called the cause.
 
-    It stands at the frames `where` for `since_s` seconds, None if that is not known. A `pid` of 0 is not known.
+    It stands at the frames `where` for `since_s` seconds, None if that is not known, and `since_source` says what tells
+    so. A `pid` of 0 is not known.
     """
 
     name: str
@@ -363,6 +364,7 @@ class Suspect:
     where: Stack = ()
     since_s: float | None = None
     text: str = ""
+    since_source: str = ""
 
 
 Kind = Literal[
@@ -399,7 +401,7 @@ class Finding:
         evidence: the facts behind it.
         remedy: what to do; empty if that depends on the job.
         moves: whether it may still make progress.
-        suspects: processes that may be the cause, if none is blamed: code of the job first, then by age.
+        suspects: if none is blamed, processes that may be the cause, in the order that the reference gives.
     """
 
     kind: Kind

@@ -33,6 +33,7 @@ from seen import (
     process,
     ranks_of,
     ref,
+    run,
     task,
 )
 
@@ -74,6 +75,31 @@ def test_ranks_that_spin():
     item = (Frame("/w/step.py", "train", 42),)
     assert verdict(spinning([item, item, item, QUEUE], inside=(0, 1, 2), others=[3]))[:2] == (1, [("late", (3,))])
     assert verdict(spinning([BACKWARD, BACKWARD, BACKWARD, QUEUE], others=[3]))[:2] == (1, [("late", (3,))])
+
+
+def polling(*, age, moves):
+    """Return a job of which ranks 0 to 2 poll an actor, and rank 3 reads from a socket since `age` seconds."""
+    nap, read = (Frame("/w/step.py", "meet", 20),), (Frame("/w/loader.py", "read", 44),)
+    polls = {"ticks": 1, "switches": 100, "before": (Frame("/w/step.py", "meet", 18),) if moves else nap, "age": 0.01}
+    how = {**dict.fromkeys(range(3), polls), 3: {"age": age}}
+    return ranks_of([nap, nap, nap, read], how=how)
+
+
+def test_a_rank_that_stands_among_ranks_that_poll():
+    """The rank that does not move comes first; the age of one that polls is that of its call, which is said."""
+    status, blamed, (found,) = verdict(polling(age=100.0, moves=False))
+    assert (status, blamed, suspects([found])[0]) == (4, [], 1003)
+    printed = run(polling(age=100.0, moves=False), "why")[1]
+    assert "Worker rank 3 on 10.0.0.1, pid 1003, for 1m 40s" in printed
+    assert "Worker rank 0 on 10.0.0.1, pid 1000, in its call for 3m 20s" in printed
+
+
+def test_a_rank_that_stands_for_less_than_after():
+    """If the others make progress, the rank that may be late soon is named, and since when."""
+    status, blamed, found = verdict(polling(age=40.0, moves=True))
+    assert (status, blamed) == (0, [])
+    assert {(one.pid, one.limit_s, one.since_s) for one in found} == {(1000, None, None), (1003, 60.0, 40.0)}
+    assert [one.pid for one in verdict(polling(age=4.0, moves=True))[2]] == [1000]
 
 
 def test_all_ranks_spin():

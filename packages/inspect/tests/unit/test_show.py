@@ -35,7 +35,7 @@ def test_text(snapshot):
         "rank 2 of Worker on 10.0.0.1, pid 1002, for 1m 40s: does not move (late; rank: certain, blame: certain)"
         in shown
     )
-    assert "data.py:33 next_batch  ->  Condition.wait (threading.py:327)" in shown
+    assert "data.py:33 next_batch  ->  Queue.get (queue.py:171)" in shown
     assert "2 wait (ranks 0-1) at step.py:118 train  ->  all_reduce" in shown
     assert "driver  ->  Worker rank 2" in shown
     for text in (shown, run(snapshot, "ps")[1], run(snapshot, "stacks")[1]):

@@ -56,7 +56,7 @@ def test_late_rank():
     assert (found.kind, found.ranks, found.confidence, found.blames) == ("late", (2,), "certain", True)
     assert (found.pid, found.node, found.worker_set, found.since_s) == (1002, "10.0.0.1", "Worker", 100.0)
     assert [(frame.function, frame.line) for frame in found.where] == [
-        ("Condition.wait", 327),
+        ("Queue.get", 171),
         ("next_batch", 33),
         ("train", 100),
     ]
@@ -100,7 +100,7 @@ def test_ray_train():
     ]
     (found,) = diagnose(replace(snapshot, processes=tuple(workers)))
     assert (found.kind, found.ranks, found.confidence, found.blames) == ("late", (2,), "certain", True)
-    assert [frame.function for frame in found.where] == ["Condition.wait", "next_batch", "train"]
+    assert [frame.function for frame in found.where] == ["Queue.get", "next_batch", "train"]
     assert (found.waiting.ranks, found.since_s) == ((0, 1, 3), 100.0)
 
 

@@ -148,8 +148,8 @@ def find_target(named: str | None) -> tuple[str, str, bool] | None:
     mine = {raylet.address: raylet for raylet in list_raylets() if raylet.user == os.getuid()}
     others = [raylet for raylet in mine.values() if _answers(raylet.address)]
     if len(others) == 1:
-        return others[0].address, f"process {others[0].starter} started", False
-    listed = ", ".join(f"{raylet.address} (process {raylet.starter})" for raylet in others) or "none"
+        return others[0].address, f"{others[0].starter} started", False
+    listed = ", ".join(f"{raylet.address} ({raylet.starter})" for raylet in others) or "none"
     elsewhere = "" if others else ", run this on one of its nodes, or start one with `ray start --head`"
     raise PlacementError(
         f'"auto" found no Ray cluster that is named or announced. You run on this machine: {listed}. Name the cluster '

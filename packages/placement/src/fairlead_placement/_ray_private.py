@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -57,11 +58,11 @@ def connection() -> object | None:
 
 @dataclass(frozen=True)
 class Raylet:
-    """A raylet on this machine: its cluster's head, its node, the process that started it, and its user."""
+    """A raylet on this machine: its cluster's head, its node, what started it, for people, and its user."""
 
     address: str
     node_id: str
-    starter: int
+    starter: str
     user: int
 
 
@@ -86,8 +87,17 @@ def list_raylets() -> list[Raylet]:
                 continue
             pairs = (argument.partition("=") for argument in process.cmdline())
             options = {name.lstrip("-"): value for name, _, value in pairs}
-            raylets.append(Raylet(options["gcs-address"], options["node_id"], process.ppid(), process.uids().real))
+            starter = _describe_process(process.ppid())
+            raylets.append(Raylet(options["gcs-address"], options["node_id"], starter, process.uids().real))
     return raylets
+
+
+def _describe_process(pid: int) -> str:
+    """Return the id of a process and the first two words of its command, since others may be secrets."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:2]
+        return f"process {pid} `{' '.join(words)}`"
+    return f"process {pid}"
 
 
 def is_client() -> bool:

@@ -165,7 +165,7 @@ def test_taken(hold_group, pauses):
     assert isinstance(caught.value, TimeoutError)
     beginning = r"Waited (\d+\.\d) s: the request would fit on these nodes, but others hold what it needs"
     assert float(re.match(beginning, message)[1]) >= 0.7
-    assert "wait longer (reserve_timeout_s, or timeout_s of replace_lost_nodes)" in message
+    assert "wait longer (reserve_timeout_s, or timeout_s of launch or replace_lost_nodes)" in message
     assert f"placement group other[/people] {group.id.hex()[:8]})" in message
     # The cell is wrapped.
     words = " ".join(message.replace("│", " ").split())

@@ -115,7 +115,8 @@ def read_side(
         kinds = {(tensor.dtype, tensor.shape) for tensor in by_rank.values()}
         if len(kinds) > 1:
             held = "; ".join(sorted(f"{dtype} {shape}" for dtype, shape in kinds))
-            wrong.append(one_sided(side, name, held, f"the ranks of the {side} disagree about its dtype or shape"))
+            text = f"the ranks of the {side} differ in its dtype or global shape: make them equal"
+            wrong.append(one_sided(side, name, held, text))
             continue
         (dtype, shape) = next(iter(kinds))
         itemsize = TRAVELLING.get(selection.travelling(dtype), next(iter(by_rank.values())).itemsize)

@@ -160,7 +160,7 @@ def find_mismatches(sources: Mapping[str, Layout], targets: Mapping[str, Layout]
         shapes = ["" if layout is None else str(layout.shape) for layout in (held, wanted)]
         if held is None or wanted is None:
             side, other = ("target", "source") if held is None else ("source", "target")
-            text = f"only the {side} has it, not the {other}: rename it with rename=, or leave it out with exclude="
+            text = f"only the {side} has it: return it from the {other}'s method, or use rename= or exclude="
             mismatches.append(Mismatch(name, shapes[0], shapes[1], text))
         elif held.shape != wanted.shape:
             text = (

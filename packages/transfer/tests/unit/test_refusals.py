@@ -41,7 +41,7 @@ def described(name, dtype="float32", shape=(4,), library="numpy"):
 
 def test_ranks_that_disagree_are_refused():
     """One tensor has one dtype and one global shape; two names do not become one; all are of one library."""
-    with pytest.raises(LayoutMismatchError, match="disagree about its dtype or shape"):
+    with pytest.raises(LayoutMismatchError, match="the ranks of the source differ in its dtype or global shape: make"):
         read_side("source", [[described("a")], [described("a", "float64")]], selection(), renamed=True)
     with pytest.raises(LayoutMismatchError, match="two tensors of the source have this name"):
         read_side("source", [[described("a"), described("b")]], selection(rename=lambda name: "x"), renamed=True)

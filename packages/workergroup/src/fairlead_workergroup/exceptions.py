@@ -26,7 +26,7 @@ FailureKind = Literal[
     "left",
 ]
 # What to do about the loss of workers, by the kind of the first loss.
-STATE = "New workers have the state of their constructor: `Restart(method=...)` names a method that loads the rest."
+STATE = "New workers have the state of their constructor, and of the method that `Restart(method=...)` names."
 _AGAIN = "`restart_failed_workers()` starts them again"
 _ELSEWHERE = f"{_AGAIN} on other nodes, if the cluster has room there. {STATE}"
 REMEDIES: Mapping[FailureKind, str] = {

@@ -92,4 +92,4 @@ def test_remedies(kind):
     """The error of a loss says how the workers are started again, and how they load their state then."""
     text = str(WorkerFailureError((dataclasses.replace(FAILURE, kind=kind),)))
     assert "`restart_failed_workers()` starts them again" in text
-    assert "`Restart(method=...)` names a method that loads the rest" in text
+    assert "of the method that `Restart(method=...)` names" in text

@@ -162,11 +162,11 @@ class Case:
 
     def suspect(self, key: str, text: str) -> Suspect:
         """Return a process that may be what a job waits for."""
-        since_s = self.age(key)[0]
-        since_s = self.call_age(key) if since_s is None else since_s
+        since_s, source = self.age(key)
+        since_s, source = (self.call_age(key), CALLED) if since_s is None else (since_s, source)
         place, text = _show_place(self.at(key)), text + self.describe_place(key)
         node, pid = self.find_process(key)
-        return Suspect(self.name(key), pid, node, place, since_s, text)
+        return Suspect(self.name(key), pid, node, place, since_s, text, source)
 
     def find_process(self, key: str) -> tuple[str, int]:
         """Return the address of the node of a process, and its process id; "" and 0 if it has none."""

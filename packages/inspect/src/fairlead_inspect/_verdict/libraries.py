@@ -35,6 +35,9 @@ BOOST = re.compile(r"-packages/(?:xgboost|lightgbm)/.* Booster\.update$")
 # Where actors of a compiled graph wait for each other.
 CHANNEL = re.compile(r"-packages/ray/(?:experimental/channel/|dag/)")
 
+# With what functions of Python wait for another thread.
+CONDITION = re.compile(r"/threading\.py (?:Condition\.)?wait$")
+
 # Where a breakpoint waits until somebody attaches a debugger: Ray's own, and debugpy.
 BREAKPOINT = re.compile(r"-packages/(?:ray/util/rpdb\.py \S*listen|debugpy/.* wait_for_client)$")
 

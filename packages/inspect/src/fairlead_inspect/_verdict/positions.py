@@ -153,7 +153,9 @@ def _read(stack: Stack, waits_inside: bool) -> Position:
     elif len(inside) == len(stack) or libraries.shows(libraries.RAY, *inside):
         kind = "library"
     rendezvous, backward = libraries.shows(libraries.RENDEZVOUS, *inside), libraries.shows(libraries.BACKWARD, *inside)
-    inner = stack[0] if stack else None
+    # `Queue.get` says more than the condition with which it waits.
+    skipped = len(inside) > 1 and libraries.shows(libraries.CONDITION, stack[0])
+    inner = stack[skipped] if stack else None
     return Position(kind, where=normalise(stack), inner=inner, rendezvous=rendezvous, paused=paused, backward=backward)
 
 

@@ -145,16 +145,19 @@ def _judge(case: Case) -> list[Finding]:
         places = {case.find_process(key) for key in suspects if key in case.graph.processes}
         findings = [other for other in findings if other.kind != "working" or (other.node, other.pid) not in places]
         findings += [*_list_suspects(case, suspects, findings), *_find_unread(case, {*suspects, *explained})]
-    return sorted(findings or _find_early(case), key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
+    if all(finding.kind == "working" for finding in findings):
+        findings += _find_early(case, {(finding.node, finding.pid) for finding in findings})
+    return sorted(findings, key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
 
 
-def _find_early(case: Case) -> list[Finding]:
-    """Say what has stood for some seconds in a job of which nothing else is said, which is no all-clear yet."""
+def _find_early(case: Case, said: Collection[tuple[str, int]]) -> list[Finding]:
+    """Say what else has stood for some seconds in a job in which nothing is late, which is no all-clear yet."""
     early = replace(case, after_s=min(EARLY_S, case.after_s))
     ages = {key: case.age(key)[0] or case.call_age(key) or early.after_s for key in _standing(early)}
     for wait in case.graph.waits:
         if not wait.targets and (waited := case.waited(wait) or 0.0) >= early.after_s:
             ages |= dict.fromkeys(wait.waiters, waited)
+    ages = {key: age for key, age in ages.items() if case.find_process(key) not in said}
     if not ages:
         return []
     subject = f"{len(ages)} processes" if len(ages) > 1 else ""
@@ -411,14 +414,21 @@ def _find_callers(case: Case) -> list[str]:
 
 
 def _list_suspects(case: Case, suspects: dict[str, str], findings: Sequence[Finding]) -> list[Finding]:
-    """Return one finding that lists the processes of which any may be the cause, those that stand for longest first."""
+    """Return one finding that lists the processes of which any may be the cause.
+
+    Those in code of the job come first, of these those that did not move at all, and then those that stand for longest.
+    """
     spoken = [finding for finding in findings if finding.kind != "working"]
     said = {(finding.node, finding.pid) for finding in spoken}
     said |= {(suspect.node, suspect.pid) for finding in spoken for suspect in finding.suspects}
     order = {"user": 0, "library": 1}
-    rated = [(order.get(case.at(key).kind, 2), case.suspect(key, text)) for key, text in suspects.items()]
-    rated.sort(key=lambda pair: (pair[0], -(pair[1].since_s or 0.0), pair[1].pid))
-    listed = [suspect for _, suspect in rated if (suspect.node, suspect.pid) not in said or not suspect.pid]
+    places = {key: case.at(key) for key in suspects}
+    rated = [
+        (order.get(places[key].kind, 2), places[key].motion == "waking", case.suspect(key, text))
+        for key, text in suspects.items()
+    ]
+    rated.sort(key=lambda row: (*row[:2], -(row[2].since_s or 0.0), row[2].pid))
+    listed = [suspect for *_, suspect in rated if (suspect.node, suspect.pid) not in said or not suspect.pid]
     if not listed:
         return []
     alone = len(listed) == 1

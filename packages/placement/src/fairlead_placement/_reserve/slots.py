@@ -126,8 +126,8 @@ def accelerator_ids(placed: Sequence[Reserved], *, timeout_s: float) -> list[lis
             raise PlacementTimeoutError(
                 f"The accelerators are reserved, but {len(outcomes)} tasks that ask for their ids did not finish "
                 f"within {timeout_s:.0f} s. The nodes may be starting processes very slowly; or others, in placement "
-                "groups of theirs, use them. Wait longer (reserve_timeout_s, or timeout_s of replace_lost_nodes or "
-                "read_slots), or look at the nodes."
+                "groups of theirs, use them. Wait longer (reserve_timeout_s, or timeout_s of launch, read_slots or "
+                "replace_lost_nodes), or look at the nodes."
             )
         if error is not None:
             raise PlacementError(f"A node was lost while the ids of its accelerators were read. Try again: {error}")

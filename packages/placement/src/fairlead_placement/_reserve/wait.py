@@ -122,7 +122,7 @@ def _explain(
         after = f" Waited {waited:.1f} s for nodes." if waited >= 1 else ""
         return ResourceInsufficientError(f"{refusal.why}{after} {refusal.advice}", report)
     why = refusal.why.replace("{holders}", name_holders(nodes, holders, names))
-    longer = "wait longer (reserve_timeout_s, or timeout_s of replace_lost_nodes)"
+    longer = "wait longer (reserve_timeout_s, or timeout_s of launch or replace_lost_nodes)"
     error = ResourceInsufficientError if refusal.of_gpus else PlacementTimeoutError
     return error(
         f"Waited {waited:.1f} s{why} or {longer}.",
