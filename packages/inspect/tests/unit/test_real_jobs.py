@@ -102,6 +102,15 @@ def test_a_rank_that_stands_for_less_than_after():
     assert [one.pid for one in verdict(polling(age=4.0, moves=True))[2]] == [1000]
 
 
+@pytest.mark.parametrize(("ages", "status", "seen"), [((30.0, 20.0), 0, []), ((90.0, 80.0), 4, [1000, 1001])])
+def test_two_at_different_lines(ages, status, seen):
+    """Two that a driver waits for have stood at different lines: for less than `--after`, or for longer."""
+    how = {number: {"age": age} for number, age in enumerate(ages)}
+    read = (Frame("/w/loader.py", "read", 44),)
+    assert verdict(ranks_of([QUEUE, read], how=how))[:2] == (status, [])
+    assert suspects(verdict(ranks_of([QUEUE, read], how=how))[2]) == seen
+
+
 def test_all_ranks_spin():
     """If all ranks spin in one collective, none is blamed, the status is 4, and the finding says what to read next."""
     status, blamed, (found,) = verdict(spinning([BARRIER] * 4))
