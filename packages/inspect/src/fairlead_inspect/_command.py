@@ -34,7 +34,7 @@ exit status:
   4  `why` cannot decide: something does not move, no job runs, or a part that matters could not be read
   130 after Ctrl-C, 141 if the reader of the output has gone
 """
-# `--watch` ends if it lists the same suspects in so many snapshots, one after the other.
+# `--watch` ends if a suspect stands still in so many snapshots, one after the other.
 MOST_EQUAL = 3
 
 
@@ -67,7 +67,7 @@ def _make_parser() -> argparse.ArgumentParser:
     why = _add(commands, "why", "say whom a job waits for, where that one stands and since when", _why)
     text = f"call a process late that has not moved for so long ({AFTER_S:g})"
     why.add_argument("--after", type=_seconds, default=AFTER_S, metavar="S", help=text)
-    text = "look again every S seconds until something hangs (1), or the same suspects stand still in 3 snapshots (4)"
+    text = "look again every S seconds until something hangs (1), or a suspect stands still in 3 snapshots in a row (4)"
     why.add_argument("--watch", type=_seconds, metavar="S", help=text)
     why.add_argument("--report", type=Path, metavar="FILE", help="write the verdict, processes and stacks as HTML")
     _add(commands, "ps", "list the processes of all jobs, with their ranks and whether they move", _ps)
@@ -118,28 +118,27 @@ def _look(options: argparse.Namespace) -> Snapshot:
 
 
 def _why(options: argparse.Namespace, output: Output) -> int:
-    before, equal = frozenset[object](), 0
+    stood: dict[object, int] = {}
     while True:
         findings = _why_once(options, output)
         status = exit_status(findings)
         if options.watch is None or status == 1:
             return status
-        suspects = _list_suspects(findings)
-        equal = equal + 1 if suspects == before else 1
-        if suspects and equal == MOST_EQUAL:
+        stood = {suspect: stood.get(suspect, 0) + 1 for suspect in _list_suspects(findings)}
+        if MOST_EQUAL in stood.values():
             return status
-        before = suspects
         time.sleep(options.watch)
 
 
-def _list_suspects(findings: Iterable[Finding]) -> frozenset[object]:
+def _list_suspects(findings: Iterable[Finding]) -> set[object]:
     """Return who stands still where, by the findings that blame no process; all ranks in one collective are such."""
-    return frozenset(
-        (finding.kind, finding.worker_set, finding.ranks, finding.ordinals, suspects)
+    suspects = [suspect for finding in findings for suspect in finding.suspects]
+    alike = {
+        (finding.kind, finding.worker_set, finding.ranks, finding.ordinals)
         for finding in findings
-        if (suspects := frozenset((known.name, known.node, known.pid, known.where) for known in finding.suspects))
-        or (finding.kind in ("together", "mismatch") and not (finding.blames or finding.moves))
-    )
+        if finding.kind in ("together", "mismatch") and not (finding.blames or finding.moves)
+    }
+    return alike | {(suspect.node, suspect.pid or suspect.name, suspect.where) for suspect in suspects}
 
 
 def _why_once(options: argparse.Namespace, output: Output) -> Sequence[Finding]:

@@ -181,7 +181,7 @@ def _draw_finding(finding: Finding, members: Mapping[str, Member]) -> Renderable
     said = f"{_name(finding, members)}{place}{since}: {finding.text} ({finding.kind}; {sure})"
     suspects = (
         f"{suspect.name}{_write_process(suspect)}{_write_since(suspect.since_s, source=suspect.since_source)}: "
-        f"{write_stack(suspect.where)} ({suspect.text})"
+        f"{write_stack(suspect.where) or 'no stack'} ({suspect.text})"
         for suspect in finding.suspects
     )
     rows = [
@@ -311,8 +311,8 @@ def draw_processes(rows: Sequence[tuple[dict[str, Any], Position]]) -> Renderabl
     table.add_column("at")
     for row, position in rows[:MOST_ROWS]:
         moves = "" if position.motion == "unknown" else f", {position.motion}"
-        cells = [row["worker_set"] or row["class"], _rank(row) + format_coords(row["coords"]), row["node"]]
-        cells += [str(row["pid"]), row["state"], position.kind + moves]
+        cells = [row["worker_set"] or row["class"] or row["title"], _rank(row) + format_coords(row["coords"])]
+        cells += [row["node"], str(row["pid"]), row["state"], position.kind + moves]
         cells += ["" if row["step"] is None else str(row["step"])] * steps
         cells += [f"{row['cpu']:.0%}", "" if position.since_s is None else f"{write_seconds(position.since_s)} ago"]
         cells += [f"{row['memory_bytes'] / 2**20:.0f} MiB"]
@@ -326,7 +326,7 @@ def draw_processes(rows: Sequence[tuple[dict[str, Any], Position]]) -> Renderabl
 def fold_stacks(snapshot: Snapshot) -> list[StackClass]:
     """Return the distinct positions of a snapshot with the processes that stand there, the smallest class first."""
     classes = group_pairs(
-        ((row["worker_set"] or row["class"], position.kind, position.where), (row, position))
+        ((row["worker_set"] or row["class"] or row["title"], position.kind, position.where), (row, position))
         for row, position in list_processes(snapshot)
     )
     folded = []

@@ -102,6 +102,45 @@ def test_a_rank_that_stands_for_less_than_after():
     assert [one.pid for one in verdict(polling(age=4.0, moves=True))[2]] == [1000]
 
 
+def test_a_poll_does_not_compute():
+    """Who was seen at two lines of one function, and sleeps between them, makes progress; the other one is suspect."""
+    job = polling(age=100.0, moves=True)
+    status, blamed, found = verdict(replace(job, actors=job.actors[2:], calls=job.calls[2:]))
+    assert (status, blamed, suspects(found)) == (4, [], [1003])
+    assert [(one.pid, one.moves) for one in found if one.kind == "working"] == [(1002, True)]
+
+
+@pytest.mark.parametrize(("began", "status"), [(50.0, 0), (90.0, 4)])
+def test_an_idle_actor_that_is_polled(began, status):
+    """An actor that has just answered is no suspect, unless who polls it has done so for as long as `--after`."""
+    calls = [Call(task(actor_id(at), at + 1), "f", actor_id(at), "RUNNING", NOW - (began, 2)[at]) for at in (0, 1)]
+    polls = process(1000, GET, refs=[ref(actor_id(1), 2)], age=0.01)
+    driver = process(811, GET, refs=[ref(actor_id(0))], driver=True)
+    snapshot = look([actor(0), actor(1)], [driver, polls, process(1001, IDLE)], calls=tuple(calls))
+    assert verdict(snapshot)[:2] == (status, [])
+    # A driver that polls has no call, and may have done so for long.
+    driver = process(811, GET, refs=[ref(actor_id(1), 2)], driver=True)
+    assert verdict(look([actor(1)], [driver, process(1001, IDLE)], calls=tuple(calls[1:])))[:2] == (4, [])
+
+
+@pytest.mark.parametrize(("began", "status"), [(50.0, 0), (90.0, 4)])
+def test_objects_that_cannot_be_read(began, status):
+    """Who has just begun a call is no suspect because it waits for objects whose ids cannot be read."""
+    calls = (Call(task(actor_id(0)), "f", actor_id(0), "RUNNING", NOW - began),)
+    driver = process(811, GET, refs=[ref(actor_id(0))], driver=True)
+    assert verdict(look([actor(0)], [driver, process(1000, GET, age=0.01)], calls=calls))[0] == status
+
+
+def test_a_call_that_computes():
+    """One that computes is too early until its call is as old as `--after`, and then stands with its CPU."""
+    spins = {"ticks": 57, "switches": 40, "before": LOOP, "states": ("R", "R"), "age": 0.0}
+    job = ranks_of([LOOP], how={0: spins})
+    young = replace(job, calls=tuple(replace(one, began=NOW - 53) for one in job.calls))
+    status, _, (found,) = verdict(young)
+    assert (status, found.since_s, found.remedy) == (0, 53.0, "run `why` again in 7 s")
+    assert "its call has not moved, it uses 57 % of a core" in run(job, "why")[1]
+
+
 @pytest.mark.parametrize(("ages", "status", "seen"), [((30.0, 20.0), 0, []), ((90.0, 80.0), 4, [1000, 1001])])
 def test_two_at_different_lines(ages, status, seen):
     """Two that a driver waits for have stood at different lines: for less than `--after`, or for longer."""
@@ -422,6 +461,16 @@ def coroutines(waits_on=EVENT, age=90.0, *, beside=(), driver=GET, jobs=1):
         [service, actor(1, "Lock")], [served, peer, waits], calls=tuple(replace(call, began=NOW - 90) for call in calls)
     )
     return replace(snapshot, jobs=(*snapshot.jobs, *[replace(snapshot.jobs[0], job_id="02000000")] * (jobs - 1)))
+
+
+def test_a_call_in_a_coroutine():
+    """It has no line, and so its method is named; a young one is too early."""
+    shown = run(coroutines(TIMER), "why")[1]
+    assert "Lock #0 on 10.0.0.1, pid 1000, in its call for 1m 30s: no stack (" in shown
+    assert "of it may wait, in Lock.acquire)" in shown
+    job = coroutines()
+    young = replace(job, calls=tuple(replace(one, began=NOW - 15) for one in job.calls))
+    assert verdict(young)[:2] == (0, [])
 
 
 def test_coroutines_that_nothing_wakes_up():

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from seen import ALL_REDUCE, JOB, LOOP, NODE, QUEUE, as_json, look, ranks_of, run
+from seen import ALL_REDUCE, GET, JOB, LOOP, NODE, NOW, QUEUE, as_json, look, process, ranks_of, run
 
 from fairlead_inspect import fold_stacks
-from fairlead_inspect.model import Job, Node
+from fairlead_inspect.model import Call, Job, Node
 
 EVIL = "w\x1b[31m\x1b]0;x\x07<script>"
 
@@ -120,15 +120,23 @@ def test_statuses(snapshot):
 
 
 def test_watch():
-    """`--watch` prints when it looked, and ends with 4 once it has listed the same suspects three times in a row."""
+    """`--watch` prints when it looked, and ends with 4 once it has listed a suspect three times in a row."""
     spins = {"ticks": 100, "switches": 3, "before": LOOP, "states": ("R", "R")}
     one, two = (ranks_of([LOOP] * size, how=dict.fromkeys(range(size), spins)) for size in (1, 2))
     together = ranks_of([ALL_REDUCE] * 2)
     well = ranks_of([ALL_REDUCE, QUEUE], how={number: {"age": 1.0} for number in range(2)})
-    for looks in ([one, one, two, well, two, two, two], [well, well, well, together, together, together]):
+    for looks in ([one, one, well, two, one, two], [well, well, well, together, together, together]):
         left = iter(looks)
         status, shown = run(left, "why", "--watch", "0")
         assert (status, next(left, None)) == (4, None)
         assert shown.splitlines().count("1970-01-01 02:46:40 UTC") == len(looks)
     status, shown = run(one, "why")
     assert (status, " UTC" in shown) == (4, False)
+
+
+def test_names_of_tasks():
+    """A plain task, which is in no worker set, goes by the title of its process."""
+    call = Call(f"{1:048x}"[:40] + JOB, "load", "", "RUNNING", NOW - 90, 4242, NODE)
+    snapshot = look([], [process(811, GET, driver=True), process(4242, QUEUE, title="ray::load")], calls=(call,))
+    assert "ray::load pid 4242: user" in run(snapshot, "stacks")[1]
+    assert "\nray::load" in run(snapshot, "ps")[1]

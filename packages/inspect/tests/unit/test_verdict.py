@@ -34,6 +34,7 @@ from seen import (
     ref,
     run,
     task,
+    thread,
 )
 
 from fairlead_inspect import diagnose, exit_status
@@ -390,6 +391,18 @@ def test_chain_and_deadlock():
     cycle = process(1002, GET, refs=[ref(a.actor_id)])
     (found,) = diagnose(look([a, b, c], [driver, *chain, cycle]))
     assert (found.kind, {one.class_name for one in found.actors}, found.blames) == ("deadlock", {"A", "B", "C"}, True)
+
+
+def test_deadlock_of_threads():
+    """If a thread of one that waits does something else, it may be no deadlock; the driver is no suspect."""
+    a, b = actor(0, "A"), actor(1, "B")
+    driver = process(811, GET, refs=[ref(a.actor_id)], driver=True)
+    pair = [process(1000, GET, refs=[ref(b.actor_id)]), process(1001, GET, refs=[ref(a.actor_id)])]
+    pair = [replace(one, threads=(*one.threads, replace(thread(one.pid, LOOP), tid=9))) for one in pair]
+    calls = tuple(Call(task(one.actor_id), "x", one.actor_id, "RUNNING", NOW - 99) for one in (a, b))
+    found = diagnose(look([a, b], [driver, *pair], calls=calls))
+    assert ("deadlock", "guess") in [(one.kind, one.confidence) for one in found]
+    assert 811 not in [suspect.pid for one in found for suspect in one.suspects]
 
 
 def test_get_of_many():

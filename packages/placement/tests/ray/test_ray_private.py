@@ -2,6 +2,7 @@
 """A running Ray that lacks the private parts that `_ray_private` wraps (seam: the attribute is removed)."""
 
 import os
+import re
 import time
 
 import pytest
@@ -20,6 +21,8 @@ def test_nodes_here():
         return node in {raylet.node_id for raylet in list_raylets()}
 
     assert is_seen()
+    starter = next(raylet.starter for raylet in list_raylets() if raylet.node_id == node)
+    assert re.fullmatch(r"process \d+ `\S+`", starter)
     if os.geteuid() == 0 and (child := os.fork()) == 0:
         os.setgid(65534)
         os.setuid(65534)

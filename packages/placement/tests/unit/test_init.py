@@ -45,7 +45,7 @@ def listening():
         yield [f"127.0.0.1:{server.getsockname()[1]}" for server in (one, other)]
 
 
-def make_raylet(address, starter="process 77 `python train.py`"):
+def make_raylet(address, starter="process 77 `train.py`"):
     return SimpleNamespace(address=address, starter=starter, user=os.getuid())
 
 
@@ -69,7 +69,7 @@ def test_a_head_that_does_not_answer(how, monkeypatch, listening, machine, annou
         "argument": "`address` names",
         "RAY_ADDRESS": "RAY_ADDRESS names",
         "file": f"`ray start` announced in {file}",
-        "auto": "process 77 `python train.py` started",
+        "auto": "process 77 `train.py` started",
     }[how]
     assert str(caught.value).startswith(
         f"Something listens at {address}, which {reason}, but no Ray head answered there within 0.2 s. Its cluster may "
@@ -84,7 +84,7 @@ def test_order(monkeypatch, listening, machine, announce):
     one, other = listening
     machine.append(make_raylet(other))
     assert find_target(None) is None
-    assert find_target("auto")[:2] == (other, "process 77 `python train.py` started")
+    assert find_target("auto")[:2] == (other, "process 77 `train.py` started")
     file = announce(one)
     for named in (None, "auto"):
         assert find_target(named)[:2] == (one, f"`ray start` announced in {file}")
@@ -116,9 +116,9 @@ def test_auto(monkeypatch, listening, machine, dead_address):
     """ "auto" takes the only Ray of this user that answers, and starts none; it lists several."""
     machine += [make_raylet(listening[0]), make_raylet(dead_address)]
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert find_target(None) == find_target("auto") == (listening[0], "process 77 `python train.py` started", False)
+    assert find_target(None) == find_target("auto") == (listening[0], "process 77 `train.py` started", False)
     machine.append(make_raylet(listening[1], starter="process 78 `a.py`"))
-    first, second = rf"{listening[0]} \(process 77 `python train\.py`\)", rf"{listening[1]} \(process 78 `a\.py`\)"
+    first, second = rf"{listening[0]} \(process 77 `train\.py`\)", rf"{listening[1]} \(process 78 `a\.py`\)"
     with pytest.raises(PlacementError, match=rf"on this machine: {first}, {second}\. Name the cluster"):
         init_ray(address="auto")
     monkeypatch.setenv("RAY_ADDRESS", "local")

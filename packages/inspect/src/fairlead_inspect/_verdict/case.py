@@ -135,9 +135,13 @@ class Case:
 
     def describe_place(self, key: str) -> str:
         """Return what a process waits for in the kernel, as a clause, with a child that may hold it up."""
-        place = self.at(key)
+        place, process = self.at(key), self.graph.processes.get(key)
         if place.paused:
             return ", it stands at a breakpoint, to which no debugger is attached"
+        if place.kind == "opaque" and process is not None and "." in process.title.partition("::")[2]:
+            return f", in {process.title.partition('::')[2]}"
+        if place.motion == "spinning" and place.thread is not None and process is not None:
+            return f", it uses {(place.thread.ticks or 0) / process.window_s:.0f} % of a core"
         text = f", it waits for {place.thread.waits_on}" if place.thread is not None and place.thread.waits_on else ""
         text = text.replace("it waits for time.sleep", "it stands in time.sleep")
         if (held := self.holding_child(key)) is not None:

@@ -19,7 +19,7 @@ AFTER_S = 60.0
 EARLY_S = 10.0
 MOST_SUSPECTS = 5
 NO_JOB = "No job runs on this cluster. A driver in init_ray or ray.init has not registered one yet."
-_STACKS = "`stacks` shows where all processes stand; `why` again in a minute shows which of them moved"
+_STACKS = "`ps` shows when each process ran last, `stacks` where it stands; `why` in a minute shows which of them moved"
 _REPLICA = "may serve a request of another replica, which Ray does not record"
 _RECORDS = (
     "torch's flight recorder names the rank that has not begun the collective: set TORCH_FR_DUMP_TEMP_FILE before the "
@@ -63,6 +63,7 @@ class _End:
     waited: float  # for how long those in a collective have waited for them; 0 if that is not known
     young: bool  # those in a collective have waited for less than it takes to be late
     late: bool  # `age` is as long as it takes to be late
+    fresh: bool  # no call on the way there, or of those that wait, is as old as that
     collective: bool  # ranks in a collective wait for them
     certain: bool  # the waits that lead there are, and no rank of their set is missing
     sleeps: bool  # one of them waits for a timer or has traffic
@@ -82,6 +83,7 @@ class _Row:
 
 # The first row that holds is the finding.
 _TABLE = (
+    _Row("working", lambda end: end.fresh, "others wait for it, but its call is younger than --after"),
     _Row("undecided", lambda end: end.place.kind in ("opaque", "channel"),
          "runs a call, and another thread or a coroutine of it may wait"),
     _Row("undecided", lambda end: end.place.kind == "unread", "its stacks cannot be read"),
@@ -112,7 +114,7 @@ _TABLE = (
     _Row("late", lambda end: end.place.motion == "waking" and end.certain,
          "stands at one line, where it only wakes up to look again", blames=True),
     _Row("undecided", lambda end: end.place.motion == "spinning",
-         "uses a whole core at one line: an endless loop, or long work"),
+         "computes at one line: an endless loop, or long work"),
     _Row("undecided", lambda end: True, "does not move; it may wait for another one"),
 )  # fmt: skip
 
@@ -184,8 +186,9 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
     # elsewhere.
     if any(key in graph.waiters or key in graph.absent for key in sinks):
         return None
-    if not sinks:  # they may wait for each other
-        ages = {key: case.age(key)[0] for key in graph.reach(wait.waiters)}
+    if not sinks:  # some of them may wait for each other
+        cycle = [key for key in graph.reach(wait.waiters) if key in graph.reach(graph.next.get(key, ()))]
+        ages = {key: case.age(key)[0] for key in cycle}
         if not any(case.at(key).moves or (age is not None and age < case.after_s) for key, age in ages.items()):
             suspects.update(dict.fromkeys(ages, "waits for others that may wait for it"))
         return None
@@ -213,7 +216,8 @@ def _end_of(case: Case, wait: Wait, suspects: dict[str, str]) -> Finding | None:
             suspects.update(dict.fromkeys(alive, _REPLICA))
         return None
     if row.kind == "working":
-        return case.say_early(sinks, row.text, wait, end.waited if end.age is None else end.age, workers=wait.workers)
+        since_s = (end.waited or case.call_age(sinks[0]) or 0.0) if end.age is None else end.age
+        return case.say_early(sinks, row.text, wait, since_s, workers=wait.workers)
     return _blame(case, row, sinks, end, wait)
 
 
@@ -229,7 +233,8 @@ def _find_doubt(case: Case, moving: Sequence[str], wait: Wait) -> str | None:
         works = f"its child process {child.pid}" if child is not None and child.ticks else "another thread of it"
         return f"does not move, while {works} works" if long else None
     long = (case.call_age(key) or 0.0) >= case.after_s
-    return "computes in one function since its call began: endless or slow" if place.loops and long else None
+    computes = place.loops and place.thread is not None and "R" in place.thread.states
+    return "computes in one function since its call began: endless or slow" if computes and long else None
 
 
 def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) -> Finding:
@@ -265,6 +270,9 @@ def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
         waited = age  # those that spin have waited for as long as the one that they wait for stands
     reached = case.graph.reach(wait.waiters)
     missing = wait.workers is not None and wait.workers.missing and not case.snapshot.partial
+    calls = [case.call_age(key) for key in reached if key != case.graph.driver]
+    # A driver may poll an actor that does nothing for it, with one call after the other.
+    polled = case.graph.driver in wait.waiters and any(case.at(key).kind == "idle" for key in {*keys} & {*wait.targets})
     return _End(
         place=places[0],
         alike=len({(place.kind, place.motion == "disk", place.where) for place in places}) == 1
@@ -273,6 +281,7 @@ def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
         waited=waited or 0.0,
         young=collective and (waited or 0.0) < case.after_s,
         late=age is not None and age >= case.after_s,
+        fresh=not (collective or polled) and all(called is not None and called < case.after_s for called in calls),
         collective=collective,
         certain=not missing
         and all(other.certain for other in case.graph.waits if not reached.isdisjoint(other.waiters)),
@@ -417,7 +426,7 @@ def _find_callers(case: Case) -> list[str]:
 def _list_suspects(case: Case, suspects: dict[str, str], findings: Sequence[Finding]) -> list[Finding]:
     """Return one finding that lists the processes of which any may be the cause.
 
-    Those in code of the job come first, of these those that did not move at all, and then those that stand for longest.
+    Those in code of the job come first, of these those that did not run at all, and then those that stand for longest.
     """
     spoken = [finding for finding in findings if finding.kind != "working"]
     said = {(finding.node, finding.pid) for finding in spoken}
@@ -425,7 +434,7 @@ def _list_suspects(case: Case, suspects: dict[str, str], findings: Sequence[Find
     order = {"user": 0, "library": 1}
     places = {key: case.at(key) for key in suspects}
     rated = [
-        (order.get(places[key].kind, 2), places[key].motion == "waking", case.suspect(key, text))
+        (order.get(places[key].kind, 2), places[key].motion not in ("still", "disk"), case.suspect(key, text))
         for key, text in suspects.items()
     ]
     rated.sort(key=lambda row: (*row[:2], -(row[2].since_s or 0.0), row[2].pid))
@@ -447,6 +456,7 @@ def _find_unread(case: Case, named: Collection[str]) -> list[Finding]:
     known = {key for wait in graph.waits for key in wait.waiters}
     gets = [key for key in left if case.at(key).kind == "ray-get" and key not in known]
     blind = [key for key in gets if not any(thread.references for thread in graph.processes[key].threads)]
+    blind = [key for key in blind if not case.at(key).moves and (case.call_age(key) or case.after_s) >= case.after_s]
     # Such objects may be there in a moment, as long as something of the job goes on.
     rests = case.quiet_s() >= case.after_s and not case.moving() and not graph.began.keys() - graph.waiters - {*named}
     why = {
