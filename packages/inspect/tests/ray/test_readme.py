@@ -19,5 +19,5 @@ def test_example(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "HANGS" in done.stdout
     assert "Trainer trainer on " in done.stdout
-    assert "example.py:12 Trainer.train  ->  Condition.wait" in done.stdout
+    assert "example.py:12 Trainer.train  ->  Queue.get" in done.stdout
     assert "Controller  ->  Trainer trainer" in done.stdout

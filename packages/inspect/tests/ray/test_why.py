@@ -93,7 +93,7 @@ def test_reservation(job, tmp_path):
         looked, _, others = " ".join(done.stdout.split()).partition("; also running on this machine: ")
         assert looked.endswith(f"Looked at {addresses[1]}")
         assert f"{addresses[0]} (process " in others
-        assert "hung.py`)" in others
+        assert "train.py`)" in others
         assert addresses[1] not in others
         assert "). Choose with --address." in others
         assert "also running" not in run(job, *WHY, "--address", addresses[1]).stdout

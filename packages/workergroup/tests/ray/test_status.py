@@ -99,7 +99,8 @@ def test_usage(group):
     view = group.at(dp=1, tp=1)
     view.call(take_memory, 64 << 20).result()
     after = group.get_resource_usage()
-    assert 64 << 20 <= after[3].rss_bytes - before[3].rss_bytes < 80 << 20
+    # On a busy machine, the kernel meanwhile takes some pages of files.
+    assert 60 << 20 <= after[3].rss_bytes - before[3].rss_bytes < 80 << 20
     assert all(usage.num_threads > 1 and usage.cpu_percent >= 0 for usage in after)
     view.call(take_memory, 0).result()
 
