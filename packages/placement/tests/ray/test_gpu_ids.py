@@ -179,6 +179,7 @@ def test_other_gpus_than_those_named(local, monkeypatch):
     assert len(ids) >= 4
 
 
+@pytest.mark.nightly
 def test_renamed(run_script):
     """On a node whose Ray sees only some GPUs, the ids are those of these GPUs, which may be names."""
     out = run_script(

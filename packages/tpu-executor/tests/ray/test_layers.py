@@ -160,6 +160,7 @@ def test_device_function(slices):
     seen.close()
 
 
+@pytest.mark.nightly
 def test_device_function_called(slices):
     """A call returns values in order, and raises the function's exception."""
 
@@ -175,6 +176,7 @@ def test_device_function_called(slices):
             seen(x=None)
 
 
+@pytest.mark.nightly
 def test_device_class_called(slices):
     """A call makes the instances; their methods return values or references; closing them gives the slices back."""
     remote_scaler = device_remote(accelerator_config=TWO, flatten=False)(Scaler)

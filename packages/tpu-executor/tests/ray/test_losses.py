@@ -128,6 +128,7 @@ def test_no_budget_for_losses(slices, spare, record, eventually):
         assert record.counts() == {f"{lost}.0": 1, f"{lost}.1": 1}
 
 
+@pytest.mark.nightly
 def test_collateral_errors(slices, spare, record, eventually):
     """An error that the death of another host caused is not a failure of the function."""
     lost = spare()
@@ -149,6 +150,7 @@ def test_collateral_errors(slices, spare, record, eventually):
     assert status.error.slices == (lost,)
 
 
+@pytest.mark.nightly
 def test_exactly_the_lost_slice_is_replaced(slices, spare):
     """When one of two slices is lost between two runs, the other keeps its placement group and its number."""
     names = sorted([spare(), spare()])
@@ -185,6 +187,7 @@ def test_a_preemption_notice(slices, spare, record, eventually):
         assert run.answer() == [new, new]
 
 
+@pytest.mark.nightly
 def test_incomplete_slices_are_never_used(slices, spare):
     """A slice that lacks a host, lacks worker 0, or has hosts of two types is never used; the error says why."""
     spare(name="no-worker-0", workers=(1,))

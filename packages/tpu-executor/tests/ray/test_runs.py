@@ -357,6 +357,7 @@ def test_closing_ends_a_wait(slices, pauses, eventually):
     assert not isinstance(raised[0], InsufficientSlicesError)
 
 
+@pytest.mark.nightly
 def test_scaling_while_a_function_starts(slices):
     """Another thread cannot give a slice back between the choice of the hosts and the start of the function there."""
     with SlicePool("v4-16", 2, flatten=False) as pool:
@@ -446,6 +447,7 @@ def test_a_chip_that_does_not_start(slices, record):
         assert [place.slice_name for place in pool.scale(2).slices] == ["slice-2", "slice-1"]
 
 
+@pytest.mark.nightly
 def test_a_chip_that_never_starts(slices, record):
     """If there is no other slice, the run ends after its budget of failures with the exception of the accelerator."""
 

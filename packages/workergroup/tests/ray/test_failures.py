@@ -208,6 +208,7 @@ class NoModel:
         raise OSError("no model")
 
 
+@pytest.mark.nightly
 def test_silent_head_and_agent(
     three: RayWorkerGroup,
     agent_pids: Callable[..., list[int]],

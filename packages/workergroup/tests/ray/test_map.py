@@ -220,6 +220,7 @@ def test_a_dead_workers_items(local_ray):
         assert caught.value.__notes__[-1] == "item 1 of map('work'); workers lost with it: 1"
 
 
+@pytest.mark.nightly
 def test_an_item_that_kills(local_ray):
     """An item that kills its workers is given up before it has killed all of them."""
     for group in made(4, enable_load_balancing=True, load_balancing_strategy="least_loaded"):

@@ -33,6 +33,7 @@ def test_limit(make_group):
         assert group.call("state").result()[1][1] == incarnation
 
 
+@pytest.mark.nightly
 def test_memory_that_counts(make_group):
     """Values of the object store that a worker maps do not count; the memory of its children does."""
     group = make_group(restart=Restart(on_failure=True), memory_limit="300MB")

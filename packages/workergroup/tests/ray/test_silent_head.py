@@ -147,6 +147,7 @@ def impatience():
         yield
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("local_ray")
 def test_every_public_method(monkeypatch, call_in_time, eventually, stop_process, caplog):
     """Every public method of a group, a view and a handle returns or raises in time.

@@ -192,7 +192,7 @@ class Storm:
 
 
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("seconds", [15, pytest.param(SOAK_S, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seconds", [8, pytest.param(SOAK_S, marks=pytest.mark.nightly)])
 @pytest.mark.timeout(300 + SOAK_S)
 def test_storm(tmp_path, eventually, seconds, store_used):
     """No call has a result of two states, runs twice, reaches wrong ranks or waits long, and nothing is left behind."""
