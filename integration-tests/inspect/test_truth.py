@@ -165,7 +165,9 @@ def test_planted(cluster, case):
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="compiles the loop in which the ranks spin")
-@pytest.mark.parametrize(("case", "status"), [("late", 1), ("late_for_item", 1), ("all", 4)])
+@pytest.mark.parametrize(
+    ("case", "status"), [("late", 1), pytest.param("late_for_item", 1, marks=pytest.mark.nightly), ("all", 4)]
+)
 def test_ranks_that_spin(cluster, case, status):
     """Ranks that use a core each while they wait, as under NCCL: the late one is named; if all wait, nobody is."""
     with run_job(case, cluster, JOBS.with_name("spinning.py")) as known:

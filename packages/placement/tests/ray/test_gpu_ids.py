@@ -108,6 +108,7 @@ def test_two_at_once(local):
         cluster.shutdown()
 
 
+@pytest.mark.nightly
 def test_held_by_others(local, hold_group):
     """A reservation waits for GPUs until its deadline. The error names those that are missing, and lists holders."""
     with (

@@ -59,6 +59,7 @@ JOB = """
 """
 
 
+@pytest.mark.nightly
 def test_the_environment_of_a_job(run_script):
     """Neither an actor nor a task gets the job's variables, hook and folder; a usual task does."""
     out = run_script(JOB + "    print(ray.get(ray.remote(look).remote()), *compare())")

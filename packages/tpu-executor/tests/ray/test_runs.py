@@ -186,6 +186,7 @@ def test_once(slices):
     assert (type(status.error), status.info.state) == (KeyError, "failed")
 
 
+@pytest.mark.nightly
 def test_sizes(slices):
     """After the wait the largest available number is used; without an allowed number the error says what is missing."""
     sizes = TpuAcceleratorConfig("v4-16", [1, 2], scale_timeout_s=1)
@@ -431,6 +432,7 @@ def test_hosts_need_only_ray(slices, tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, timeout=150)
 
 
+@pytest.mark.nightly
 def test_a_chip_that_does_not_start(slices, record):
     """After two failed starts in a row on one host the run continues on another slice."""
 

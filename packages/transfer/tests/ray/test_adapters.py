@@ -98,6 +98,7 @@ def test_memory(members):
     assert min(grown) > bucket // 2, grown  # it was measured
 
 
+@pytest.mark.nightly
 def test_killed_receiver(members, call_in_time):
     """When a receiver is killed, all others get an error that names it; nothing is left, and the next one works."""
     connect(members, "verl", 256 << 10)

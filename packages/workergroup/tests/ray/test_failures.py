@@ -107,7 +107,7 @@ def three(local_ray: None) -> Iterator[RayWorkerGroup]:
         yield group
 
 
-@pytest.mark.parametrize("how", ["killed", "while idle", "exits"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("while idle", marks=pytest.mark.nightly), "exits"])
 def test_all_dead_workers_are_named(three: RayWorkerGroup, how: str) -> None:
     """Workers that die together are all in one error, each with its log file; the next call names them too."""
     pids = three.call("pid").result()

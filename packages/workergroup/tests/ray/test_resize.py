@@ -182,6 +182,7 @@ def test_calls_of_an_event_loop(group):
     assert asyncio.run(main()) >= {2, 3}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_late_on_restart(cluster, tmp_path, clock, monkeypatch, eventually, wait_until_running):
     """The timeout holds for `Restart.method` of a lost worker that the resize starts again."""
@@ -297,7 +298,7 @@ def test_timeout_changes_nothing(cluster, tmp_path, skip_wait_for):
             held.result(timeout=60)
 
 
-@pytest.mark.parametrize("how", ["fail", "hang", "die"])
+@pytest.mark.parametrize("how", ["die", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("fail", "hang"))])
 def test_broken_epoch_and_its_repair(cluster, tmp_path, how, skip_wait_for, wait_until_running):
     """After a failure in the second phase no call is sent until the failed ranks have been started again."""
     gate = tmp_path / "gate"
