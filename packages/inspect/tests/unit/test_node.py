@@ -4,7 +4,6 @@
 import ast
 import itertools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import psutil
 import pytest
 
 from fairlead_inspect._fanout import parse
-from fairlead_inspect._node import processes
 from fairlead_inspect._node.environ import read_environ
 from fairlead_inspect._node.look import look
 from fairlead_inspect._node.processes import read_clock, read_last_run
@@ -230,22 +228,6 @@ def test_clock():
     assert 0 <= read_clock(processor) - ran < 60
     assert read_clock(100_000) is None
     assert os.sched_getaffinity(0) == allowed
-
-
-def test_a_time_that_the_kernel_forgets(monkeypatch):
-    """A thread that was moved while it fell asleep has no time of its last run, and still that of its load."""
-    if read_last_run("self", os.getpid()) is None:
-        pytest.skip("this kernel does not say when a thread ran last")
-    read = processes._read
-    forgotten = re.compile(rb"(se\.exec_start\s*:\s*)[\d.]+")
-    with subprocess.Popen(["sleep", "60"]) as sleeper:
-        time.sleep(1)
-        known = read_last_run(sleeper.pid, sleeper.pid)
-        monkeypatch.setattr(processes, "_read", lambda path: forgotten.sub(rb"\g<1>0.000000", read(path)))
-        seconds, processor = read_last_run(sleeper.pid, sleeper.pid)
-        sleeper.kill()
-    assert processor == known[1]
-    assert abs(seconds - known[0]) < 0.5
 
 
 def test_refused(tmp_path, monkeypatch):

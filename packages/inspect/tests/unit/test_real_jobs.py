@@ -102,12 +102,13 @@ def test_a_rank_that_stands_for_less_than_after():
     assert [one.pid for one in verdict(polling(age=4.0, moves=True))[2]] == [1000]
 
 
-def test_a_poll_does_not_compute():
-    """Who was seen at two lines of one function, and sleeps between them, makes progress; the other one is suspect."""
+def test_a_poll_at_two_lines():
+    """Who was seen at two lines of one function may poll for ever, and comes after the one that did not run at all."""
     job = polling(age=100.0, moves=True)
     status, blamed, found = verdict(replace(job, actors=job.actors[2:], calls=job.calls[2:]))
-    assert (status, blamed, suspects(found)) == (4, [], [1003])
-    assert [(one.pid, one.moves) for one in found if one.kind == "working"] == [(1002, True)]
+    assert (status, blamed, suspects(found)) == (4, [], [1003, 1002])
+    (_, poll) = found[0].suspects
+    assert poll.text == "has not left one function since its call began: endless or slow"
 
 
 @pytest.mark.parametrize(("began", "status"), [(50.0, 0), (90.0, 4)])
@@ -121,6 +122,29 @@ def test_an_idle_actor_that_is_polled(began, status):
     # A driver that polls has no call, and may have done so for long.
     driver = process(811, GET, refs=[ref(actor_id(1), 2)], driver=True)
     assert verdict(look([actor(1)], [driver, process(1001, IDLE)], calls=tuple(calls[1:])))[:2] == (4, [])
+
+
+def test_a_driver_that_polls():
+    """Calls that have just begun prove nothing if the driver makes one after the other: a thread of the actor hangs."""
+    idle = process(1000, IDLE)
+    hangs = replace(process(1000, QUEUE, age=500.0).threads[0], tid=9, stack=QUEUE)
+    worker = replace(idle, title="ray::Worker.done", threads=(*idle.threads, hangs))
+    calls = (Call(task(actor_id(0), 2), "done", actor_id(0), "RUNNING", NOW - 0.05),)
+    driver = process(811, GET, refs=[ref(actor_id(0), 2)], driver=True)
+    assert verdict(look([actor(0)], [driver, worker], calls=calls))[:2] == (4, [])
+
+
+def test_ranks_that_have_waited_for_an_unknown_time():
+    """Ranks that spin in a collective, without a call that Ray lists, may have waited long for those elsewhere."""
+    how = {number: {**SPINS, "before": stack} for number, stack in enumerate((BARRIER, BARRIER, LOOP))}
+    job = ranks_of([BARRIER, BARRIER, LOOP, QUEUE], how={**how, 3: {"age": None}}, driver_waits=False)
+    assert verdict(replace(job, calls=(), partial=True))[:2] == (4, [])
+
+
+def test_the_one_that_stands_apart():
+    """Among suspects, a place where one stands comes before a place where many do."""
+    job = ranks_of([QUEUE] * 6 + [LOOP], how={6: {**SPINS, "before": LOOP}})
+    assert suspects(verdict(job)[2])[0] == 1006
 
 
 @pytest.mark.parametrize(("began", "status"), [(50.0, 0), (90.0, 4)])

@@ -93,10 +93,10 @@ def list_raylets() -> list[Raylet]:
 
 
 def _describe_process(pid: int) -> str:
-    """Return the id of a process and its script, without arguments, which may be secrets."""
+    """Return the id of a process and its script or program, without arguments, which may be secrets."""
     with contextlib.suppress(OSError):
-        program, *words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-        return f"process {pid} `{next((word for word in words if word.split() == [word.lstrip('-')]), program)}`"
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+        return f"process {pid} `{next((word for word in words if word.endswith('.py')), words[0])}`"
     return f"process {pid}"
 
 

@@ -73,13 +73,13 @@ def read_counters(pid: int, tid: int) -> tuple[str, int | None, int | None]:
 
 
 def read_last_run(pid: int | str, tid: int) -> tuple[float, int] | None:
-    """Return when a thread ran last, in seconds by the clock of its processor, and which that is; None if not known."""
+    """Return when a thread ran last, in seconds by the clock of its processor, and which that is; None if not known.
+
+    The kernel (6.18) forgets it of a thread that it moves to another processor while that falls asleep.
+    """
     fields = _read(f"/proc/{pid}/task/{tid}/stat").rpartition(b")")[2].split()
-    known = dict(re.findall(rb"^(se\.\S+)\s*:\s*([\d.]+)", _read(f"/proc/{pid}/task/{tid}/sched"), re.MULTILINE))
-    # Of a thread that it moves while that falls asleep, the kernel (6.18) sets the time to 0, and still has that of its
-    # last load, in nanoseconds.
-    ran = float(known.get(b"se.exec_start", 0)) / 1e3 or float(known.get(b"se.avg.last_update_time", 0)) / 1e9
-    return (ran, int(fields[36])) if fields and ran else None
+    ran = re.search(rb"^se\.exec_start\s*:\s*([\d.]+)", _read(f"/proc/{pid}/task/{tid}/sched"), re.MULTILINE)
+    return (float(ran[1]) / 1e3, int(fields[36])) if fields and ran and float(ran[1]) else None
 
 
 def read_clock(processor: int) -> float | None:

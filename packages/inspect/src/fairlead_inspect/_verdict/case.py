@@ -138,7 +138,7 @@ class Case:
         place, process = self.at(key), self.graph.processes.get(key)
         if place.paused:
             return ", it stands at a breakpoint, to which no debugger is attached"
-        if place.kind == "opaque" and process is not None and "." in process.title.partition("::")[2]:
+        if place.kind == "opaque" and place.thread is None and process is not None and "." in process.title:
             return f", in {process.title.partition('::')[2]}"
         if place.motion == "spinning" and place.thread is not None and process is not None:
             return f", it uses {(place.thread.ticks or 0) / process.window_s:.0f} % of a core"
@@ -166,8 +166,7 @@ class Case:
 
     def suspect(self, key: str, text: str) -> Suspect:
         """Return a process that may be what a job waits for."""
-        since_s, source = self.age(key)
-        since_s, source = (self.call_age(key), CALLED) if since_s is None else (since_s, source)
+        since_s, source = max(self.age(key), (self.call_age(key), CALLED), key=lambda pair: pair[0] is not None)
         place, text = _show_place(self.at(key)), text + self.describe_place(key)
         node, pid = self.find_process(key)
         return Suspect(self.name(key), pid, node, place, since_s, text, source)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verdict: the faults of each job, and the process that each fault blames. In doubt it lists suspects."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,7 +64,7 @@ class _End:
     waited: float  # for how long those in a collective have waited for them; 0 if that is not known
     young: bool  # those in a collective have waited for less than it takes to be late
     late: bool  # `age` is as long as it takes to be late
-    fresh: bool  # no call on the way there, or of those that wait, is as old as that
+    fresh: bool  # no call on the way there, or of those that wait, is as old as that, and the driver does not poll
     collective: bool  # ranks in a collective wait for them
     certain: bool  # the waits that lead there are, and no rank of their set is missing
     sleeps: bool  # one of them waits for a timer or has traffic
@@ -83,7 +84,7 @@ class _Row:
 
 # The first row that holds is the finding.
 _TABLE = (
-    _Row("working", lambda end: end.fresh, "others wait for it, but its call is younger than --after"),
+    _Row("working", lambda end: end.fresh and not end.late, "others wait for it, but its call is younger than --after"),
     _Row("undecided", lambda end: end.place.kind in ("opaque", "channel"),
          "runs a call, and another thread or a coroutine of it may wait"),
     _Row("undecided", lambda end: end.place.kind == "unread", "its stacks cannot be read"),
@@ -149,7 +150,8 @@ def _judge(case: Case) -> list[Finding]:
         findings = [other for other in findings if other.kind != "working" or (other.node, other.pid) not in places]
         findings += [*_list_suspects(case, suspects, findings), *_find_unread(case, {*suspects, *explained})]
     if all(finding.kind == "working" for finding in findings):
-        findings += _find_early(case, {(finding.node, finding.pid) for finding in findings})
+        said = {(finding.node, finding.pid) for finding in findings}
+        findings += _find_early(case, said | {case.find_process(case.graph.driver)} if said else said)
     return sorted(findings, key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
 
 
@@ -233,8 +235,7 @@ def _find_doubt(case: Case, moving: Sequence[str], wait: Wait) -> str | None:
         works = f"its child process {child.pid}" if child is not None and child.ticks else "another thread of it"
         return f"does not move, while {works} works" if long else None
     long = (case.call_age(key) or 0.0) >= case.after_s
-    computes = place.loops and place.thread is not None and "R" in place.thread.states
-    return "computes in one function since its call began: endless or slow" if computes and long else None
+    return "has not left one function since its call began: endless or slow" if place.loops and long else None
 
 
 def _blame(case: Case, row: _Row, keys: Sequence[str], end: _End, wait: Wait) -> Finding:
@@ -270,18 +271,19 @@ def _describe(case: Case, keys: Sequence[str], wait: Wait) -> _End:
         waited = age  # those that spin have waited for as long as the one that they wait for stands
     reached = case.graph.reach(wait.waiters)
     missing = wait.workers is not None and wait.workers.missing and not case.snapshot.partial
-    calls = [case.call_age(key) for key in reached if key != case.graph.driver]
-    # A driver may poll an actor that does nothing for it, with one call after the other.
-    polled = case.graph.driver in wait.waiters and any(case.at(key).kind == "idle" for key in {*keys} & {*wait.targets})
+    called = [case.call_age(key) for key in reached if key != case.graph.driver]
+    calls = [age for age in called if age is not None and 0 <= age < case.after_s]
+    # A driver may poll for long, with one short call after the other.
+    polls = case.graph.driver in reached and max(calls, default=0.0) < EARLY_S
     return _End(
         place=places[0],
         alike=len({(place.kind, place.motion == "disk", place.where) for place in places}) == 1
         and not any(place.moves for place in places),
         age=age,
         waited=waited or 0.0,
-        young=collective and (waited or 0.0) < case.after_s,
+        young=collective and waited is not None and waited < case.after_s,
         late=age is not None and age >= case.after_s,
-        fresh=not (collective or polled) and all(called is not None and called < case.after_s for called in calls),
+        fresh=not (collective or polls) and len(calls) == len(called),
         collective=collective,
         certain=not missing
         and all(other.certain for other in case.graph.waits if not reached.isdisjoint(other.waiters)),
@@ -426,19 +428,25 @@ def _find_callers(case: Case) -> list[str]:
 def _list_suspects(case: Case, suspects: dict[str, str], findings: Sequence[Finding]) -> list[Finding]:
     """Return one finding that lists the processes of which any may be the cause.
 
-    Those in code of the job come first, of these those that did not run at all, and then those that stand for longest.
+    Those in code of the job come first, of these those where few stand, and then those that did not run at all.
     """
     spoken = [finding for finding in findings if finding.kind != "working"]
     said = {(finding.node, finding.pid) for finding in spoken}
     said |= {(suspect.node, suspect.pid) for finding in spoken for suspect in finding.suspects}
     order = {"user": 0, "library": 1}
     places = {key: case.at(key) for key in suspects}
-    rated = [
-        (order.get(places[key].kind, 2), places[key].motion not in ("still", "disk"), case.suspect(key, text))
-        for key, text in suspects.items()
+    alike = Counter(place.where for place in places.values())
+    known = {key: case.suspect(key, text) for key, text in suspects.items()}
+    ranking = {
+        key: (order.get(place.kind, 2), alike[place.where], place.motion not in ("still", "disk"))
+        for key, place in places.items()
+    }
+    rated = sorted(known, key=lambda key: (ranking[key], -(known[key].since_s or 0.0), known[key].pid))
+    listed = [
+        suspect
+        for suspect in map(known.__getitem__, rated)
+        if (suspect.node, suspect.pid) not in said or not suspect.pid
     ]
-    rated.sort(key=lambda row: (*row[:2], -(row[2].since_s or 0.0), row[2].pid))
-    listed = [suspect for *_, suspect in rated if (suspect.node, suspect.pid) not in said or not suspect.pid]
     if not listed:
         return []
     alone = len(listed) == 1
@@ -446,6 +454,7 @@ def _list_suspects(case: Case, suspects: dict[str, str], findings: Sequence[Find
     waits = [wait for wait in case.graph.waits if {*suspects} & case.graph.reach(wait.waiters)]
     more: dict[str, Any] = {"confidence": "guess", "remedy": _STACKS, "suspects": tuple(listed[:MOST_SUSPECTS])}
     more |= {"subject": listed[0].name if alone else f"{len(listed)} processes", "since_s": listed[0].since_s}
+    more |= {"since_source": listed[0].since_source}
     return [case.say("undecided", [*suspects], text, waits[0] if waits else None, **more)]
 
 
@@ -453,10 +462,9 @@ def _find_unread(case: Case, named: Collection[str]) -> list[Finding]:
     """Name the processes whose waits are not known, except for some that other findings name: any of them may hang."""
     graph, findings = case.graph, list[Finding]()
     left = sorted(graph.processes.keys() - {*named}, key=lambda key: (key != case.graph.driver, key))
-    known = {key for wait in graph.waits for key in wait.waiters}
-    gets = [key for key in left if case.at(key).kind == "ray-get" and key not in known]
+    gets = [key for key in left if case.at(key).kind == "ray-get" and key not in graph.waiters]
+    gets = [key for key in gets if (case.call_age(key) or case.after_s) >= case.after_s]
     blind = [key for key in gets if not any(thread.references for thread in graph.processes[key].threads)]
-    blind = [key for key in blind if not case.at(key).moves and (case.call_age(key) or case.after_s) >= case.after_s]
     # Such objects may be there in a moment, as long as something of the job goes on.
     rests = case.quiet_s() >= case.after_s and not case.moving() and not graph.began.keys() - graph.waiters - {*named}
     why = {
