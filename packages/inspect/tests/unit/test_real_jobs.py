@@ -138,7 +138,8 @@ def test_ranks_that_have_waited_for_an_unknown_time():
     """Ranks that spin in a collective, without a call that Ray lists, may have waited long for those elsewhere."""
     how = {number: {**SPINS, "before": stack} for number, stack in enumerate((BARRIER, BARRIER, LOOP))}
     job = ranks_of([BARRIER, BARRIER, LOOP, QUEUE], how={**how, 3: {"age": None}}, driver_waits=False)
-    assert verdict(replace(job, calls=(), partial=True))[:2] == (4, [])
+    ranks = tuple(one for one in job.processes if one.pid != 811)
+    assert verdict(replace(job, calls=(), partial=True, processes=ranks))[:2] == (4, [])
 
 
 def test_the_one_that_stands_apart():
