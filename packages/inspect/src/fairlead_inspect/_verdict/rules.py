@@ -434,19 +434,16 @@ def _list_suspects(case: Case, suspects: dict[str, str], findings: Sequence[Find
     said = {(finding.node, finding.pid) for finding in spoken}
     said |= {(suspect.node, suspect.pid) for finding in spoken for suspect in finding.suspects}
     order = {"user": 0, "library": 1}
-    places = {key: case.at(key) for key in suspects}
-    alike = Counter(place.where for place in places.values())
     known = {key: case.suspect(key, text) for key, text in suspects.items()}
-    ranking = {
-        key: (order.get(place.kind, 2), alike[place.where], place.motion not in ("still", "disk"))
-        for key, place in places.items()
-    }
-    rated = sorted(known, key=lambda key: (ranking[key], -(known[key].since_s or 0.0), known[key].pid))
-    listed = [
-        suspect
-        for suspect in map(known.__getitem__, rated)
-        if (suspect.node, suspect.pid) not in said or not suspect.pid
-    ]
+    alike = Counter(case.at(key).where for key in known)
+
+    def rank(key: str) -> tuple[int, int, bool, float, int]:
+        place, suspect = case.at(key), known[key]
+        ran = place.motion not in ("still", "disk")
+        return order.get(place.kind, 2), alike[place.where], ran, -(suspect.since_s or 0.0), suspect.pid
+
+    listed = [known[key] for key in sorted(known, key=rank)]
+    listed = [suspect for suspect in listed if (suspect.node, suspect.pid) not in said or not suspect.pid]
     if not listed:
         return []
     alone = len(listed) == 1
