@@ -102,6 +102,13 @@ def test_a_rank_that_stands_for_less_than_after():
     assert [one.pid for one in verdict(polling(age=4.0, moves=True))[2]] == [1000]
 
 
+def test_a_rank_that_stands_beside_a_suspect():
+    """If only one that polls is a suspect, because its call is older, the one that stands is named beside it."""
+    status, blamed, found = verdict(polling(age=58.0, moves=False))
+    assert (status, blamed) == (4, [])
+    assert [(one.pid, one.since_s, one.limit_s) for one in found if one.kind == "working"] == [(1003, 58.0, 60.0)]
+
+
 def test_a_poll_at_two_lines():
     """Who was seen at two lines of one function may poll for ever, and comes after the one that did not run at all."""
     job = polling(age=100.0, moves=True)
@@ -154,6 +161,8 @@ def test_objects_that_cannot_be_read(began, status):
     calls = (Call(task(actor_id(0)), "f", actor_id(0), "RUNNING", NOW - began),)
     driver = process(811, GET, refs=[ref(actor_id(0))], driver=True)
     assert verdict(look([actor(0)], [driver, process(1000, GET, age=0.01)], calls=calls))[0] == status
+    moves = process(1000, GET, age=0.01, before=QUEUE, ticks=3, switches=9)
+    assert verdict(look([actor(0)], [driver, moves], calls=calls))[0] == 0
 
 
 def test_a_call_that_computes():

@@ -149,8 +149,9 @@ def _judge(case: Case) -> list[Finding]:
         places = {case.find_process(key) for key in suspects if key in case.graph.processes}
         findings = [other for other in findings if other.kind != "working" or (other.node, other.pid) not in places]
         findings += [*_list_suspects(case, suspects, findings), *_find_unread(case, {*suspects, *explained})]
-    if all(finding.kind == "working" for finding in findings):
+    if {finding.kind for finding in findings} <= {"working", "undecided"}:
         said = {(finding.node, finding.pid) for finding in findings}
+        said |= {(suspect.node, suspect.pid) for finding in findings for suspect in finding.suspects}
         findings += _find_early(case, said | {case.find_process(case.graph.driver)} if said else said)
     return sorted(findings, key=lambda finding: (not finding.blames, -(finding.since_s or 0.0)))
 
@@ -162,7 +163,7 @@ def _find_early(case: Case, said: Collection[tuple[str, int]]) -> list[Finding]:
     for wait in case.graph.waits:
         if not wait.targets and (waited := case.waited(wait) or 0.0) >= early.after_s:
             ages |= dict.fromkeys(wait.waiters, waited)
-    ages = {key: age for key, age in ages.items() if case.find_process(key) not in said}
+    ages = {key: age for key, age in ages.items() if age < case.after_s and case.find_process(key) not in said}
     if not ages:
         return []
     subject = f"{len(ages)} processes" if len(ages) > 1 else ""
@@ -460,6 +461,8 @@ def _find_unread(case: Case, named: Collection[str]) -> list[Finding]:
     graph, findings = case.graph, list[Finding]()
     left = sorted(graph.processes.keys() - {*named}, key=lambda key: (key != case.graph.driver, key))
     gets = [key for key in left if case.at(key).kind == "ray-get" and key not in graph.waiters]
+    # Who polls with one call after the other waits for none of them.
+    gets = [key for key in gets if case.at(key).motion != "moving"]
     gets = [key for key in gets if (case.call_age(key) or case.after_s) >= case.after_s]
     blind = [key for key in gets if not any(thread.references for thread in graph.processes[key].threads)]
     # Such objects may be there in a moment, as long as something of the job goes on.
