@@ -562,7 +562,7 @@ def pictures(session: nox.Session) -> None:
 
 
 # What `ci` adds to `nox`, one step after the other: two test processes, then two lists of sessions side by side.
-CI = (["ray", "integration"],), (["multihost", "typecheck", "demo", "examples", "vendor", "wheels"], ["docs"])
+CI = (["ray", "integration"],), (["multihost", "typecheck", "demo", "examples", "vendor"], ["docs", "wheels"])
 
 
 @nox.session(venv_backend="none")
