@@ -58,12 +58,20 @@ def connection() -> object | None:
 
 @dataclass(frozen=True)
 class Raylet:
-    """A raylet on this machine: its cluster's head, its node, what started it, for people, and its user."""
+    """A raylet on this machine: its cluster's head, its node, the process that started it, and its user."""
 
     address: str
     node_id: str
-    starter: str
+    parent: int
     user: int
+
+    @property
+    def starter(self) -> str:
+        """The process that started it, with its script or program, without arguments, which may be secrets."""
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{self.parent}/cmdline").read_text(errors="replace").split("\0")
+            return f"process {self.parent} `{next((word for word in words if word.endswith('.py')), words[0])}`"
+        return f"process {self.parent}"
 
 
 def list_raylets() -> list[Raylet]:
@@ -87,17 +95,8 @@ def list_raylets() -> list[Raylet]:
                 continue
             pairs = (argument.partition("=") for argument in process.cmdline())
             options = {name.lstrip("-"): value for name, _, value in pairs}
-            starter = _describe_process(process.ppid())
-            raylets.append(Raylet(options["gcs-address"], options["node_id"], starter, process.uids().real))
+            raylets.append(Raylet(options["gcs-address"], options["node_id"], process.ppid(), process.uids().real))
     return raylets
-
-
-def _describe_process(pid: int) -> str:
-    """Return the id of a process and its script or program, without arguments, which may be secrets."""
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-        return f"process {pid} `{next((word for word in words if word.endswith('.py')), words[0])}`"
-    return f"process {pid}"
 
 
 def is_client() -> bool:
